@@ -1,0 +1,1 @@
+"""Peers, tables and the bench run. Imports nothing."""

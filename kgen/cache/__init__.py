@@ -1,0 +1,1 @@
+"""Keys, artifacts and the tuning database. Imports nothing."""

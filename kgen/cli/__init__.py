@@ -1,0 +1,1 @@
+"""The `kgen` command, one module a subcommand. Imports nothing."""

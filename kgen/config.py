@@ -1,0 +1,292 @@
+"""How a problem is computed: `GemmConfig` (free choices), `Resources` (derived), `why_invalid`.
+
+Takes a problem, a configuration and a device; gives plain values. Every rule about what the
+kernel can do stands here once; space, heuristic, dispatch and tests call it, and the templates
+repeat it only as static_assert. Must not import torch, CUDA or any third-party package.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from math import gcd
+from typing import Any, Final
+
+from kgen.device import Device
+from kgen.errors import UsageError
+from kgen.problem import D_DTYPE_BYTES, SCALE_BLOCK, GemmProblem, ceil_div, round_up
+
+#: K columns of one pipeline stage: one scale block, one 128-byte swizzle span of E4M3.
+BLOCK_K: Final = 128
+BLOCK_MS: Final = (16, 32, 64, 128, 192, 256)
+WGMMA_M: Final = 64
+WGMMA_MAX_N: Final = 256
+WARPGROUP_THREADS: Final = 128
+#: Largest cluster that every Hopper part must schedule (CUDA C++ guide: portable cluster size).
+MAX_CLUSTER: Final = 8
+MAX_STAGES: Final = 16
+#: Registers per thread after setmaxnreg, by number of math warpgroups: (producer, math).
+#: 64K registers a CTA; 384 threads launch with 168 each, 512 with 128 each. With one math
+#: warpgroup each thread has 255 at launch, the most an instruction can name: no setmaxnreg.
+REGISTER_SPLIT: Final = {1: (255, 255), 2: (40, 232), 3: (32, 160)}
+#: Registers of the math loop beside the accumulators: scales, addresses, loop state.
+#: Fitted to what ptxas 13 needs without spills over the configuration space.
+MATH_OVERHEAD_REGISTERS: Final = 30
+RASTER_ALONG: Final = ("m", "n")
+BAKED_DIMS: Final = ("none", "nk")
+SASS_PASSES: Final = ("none", "interleave")
+
+
+@dataclass(frozen=True, order=True)
+class GemmConfig:
+    """The free choices of one kernel. Everything else follows from them.
+
+    block_m, block_n       rows and columns of D a CTA computes at a time
+    num_stages             depth of the shared-memory pipeline, in K blocks of 128
+    num_math_warpgroups    warpgroups that issue WGMMA; they share block_m
+    num_accumulators       partial accumulators a warpgroup keeps: 2 overlap promotion with WGMMA
+    cluster_m, cluster_n   CTAs of a cluster along M (share B by multicast) and N (share A)
+    split_k                CTAs of a cluster that share one tile's K range and add up in order
+    raster_along           dimension walked first within a strip of tiles
+    raster_group           blocks of that dimension in a strip
+    baked_dims             "nk": N and K are constants of the source; "none": arguments
+    sass_pass              "interleave": yield and reuse bits of promotion FFMAs (ptxas <= 12.8)
+    """
+
+    block_m: int = 128
+    block_n: int = 128
+    num_stages: int = 4
+    num_math_warpgroups: int = 2
+    num_accumulators: int = 1
+    cluster_m: int = 1
+    cluster_n: int = 1
+    split_k: int = 1
+    raster_along: str = "m"
+    raster_group: int = 8
+    baked_dims: str = "none"
+    sass_pass: str = "none"
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs of one cluster."""
+        return self.cluster_m * self.cluster_n * self.split_k
+
+    def to_dict(self) -> dict[str, Any]:
+        """Field name to value, in the order of the fields."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> GemmConfig:
+        """The configuration with these fields; raises UsageError for an unknown name or wrong type."""
+        kinds = {f.name: str(f.type) for f in fields(cls)}
+        for name, value in values.items():
+            if name not in kinds:
+                raise UsageError(f"{name}={value!r}: no such axis; expected one of {', '.join(kinds)}")
+            if type(value).__name__ != kinds[name]:
+                raise UsageError(f"{name}={value!r}: expected a value of type {kinds[name]}")
+        return cls(**values)
+
+    def __str__(self) -> str:
+        """A short name: the tile, then every other axis that is not at its default."""
+        default = GemmConfig()
+        rest = [
+            f"{name}={value}"
+            for name, value in self.to_dict().items()
+            if name not in ("block_m", "block_n", "num_stages", "num_math_warpgroups")
+            and value != getattr(default, name)
+        ]
+        head = f"{self.block_m}x{self.block_n} s{self.num_stages} w{self.num_math_warpgroups}"
+        return " ".join([head, *rest])
+
+
+@dataclass(frozen=True)
+class Invalid:
+    """Why a configuration can not be used: the rule's name, to be counted, and the reason."""
+
+    rule: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What follows from a configuration: shared memory, threads, registers, boxes.
+
+    Offsets and sizes in bytes from the start of dynamic shared memory; the template lays out the
+    same regions in the same order: A stages, B stages, D, split-K partials, scales of A, scales
+    of B, barriers. Boxes are (inner, outer) in elements.
+    """
+
+    threads: int
+    producer_registers: int
+    math_registers: int
+    rows_per_warpgroup: int
+    num_waves: int
+    num_b_scales: int
+    num_scale_positions: int
+    b_offset: int
+    d_offset: int
+    partial_offset: int
+    sfa_offset: int
+    sfb_offset: int
+    barrier_offset: int
+    smem_bytes: int
+    a_box: tuple[int, int]
+    b_box: tuple[int, int]
+    d_box: tuple[int, int]
+    d_swizzle_bytes: int
+    sfa_box: tuple[int, int]
+    sfa_stage_bytes: int
+
+
+def num_b_scales(block_n: int) -> int:
+    """Most scale blocks of B that block_n columns touch, at any tile of the grid."""
+    step = gcd(block_n, SCALE_BLOCK)
+    return ceil_div(SCALE_BLOCK - step + block_n, SCALE_BLOCK)
+
+
+def d_store_box(block_n: int, d_bytes: int) -> tuple[int, int]:
+    """(columns, swizzle bytes) of one TMA store box, so that writing D to shared memory is free
+    of bank conflicts: the widest swizzle that divides the row, else an odd number of 8-column
+    groups in plain rows, which strides over all banks by itself.
+    """
+    row_bytes = block_n * d_bytes
+    if row_bytes % 128 == 0:
+        return 128 // d_bytes, 128
+    if row_bytes % 64 == 0:
+        return 64 // d_bytes, 64
+    groups = block_n // 8
+    odd = groups // (groups & -groups)
+    if odd == 1:
+        return 32 // d_bytes, 32
+    return odd * 8, 0
+
+
+def resources(config: GemmConfig, d_dtype: str = "bf16") -> Resources:
+    """Everything derived from a configuration and the output type."""
+    c = config
+    d_bytes = D_DTYPE_BYTES[d_dtype]
+    producer, math = REGISTER_SPLIT[c.num_math_warpgroups]
+    rows = c.block_m // c.num_math_warpgroups
+    d_rows = min(c.block_m, WGMMA_M)
+    d_cols, d_swizzle = d_store_box(c.block_n, d_bytes)
+    b_rows = c.block_n // c.cluster_m if c.block_n % (8 * c.cluster_m) == 0 else c.block_n
+    # WGMMA reads 64 rows whatever block_m is; what lies past a short A tile is B or unused.
+    b_offset = round_up(c.num_stages * c.block_m * BLOCK_K, 1024)
+    d_offset = b_offset + c.num_stages * c.block_n * BLOCK_K
+    partial_offset = d_offset + round_up(c.block_m * c.block_n * d_bytes, 1024)
+    partial_bytes = max(c.block_m, WGMMA_M) * c.block_n * 4 if c.split_k > 1 else 0
+    sfa_offset = partial_offset + round_up(partial_bytes, 128)
+    sfa_stage_bytes = round_up(c.block_m * 4, 128)
+    sfb_offset = sfa_offset + c.num_stages * sfa_stage_bytes
+    barrier_offset = sfb_offset + c.num_stages * 16
+    return Resources(
+        threads=WARPGROUP_THREADS * (1 + c.num_math_warpgroups),
+        producer_registers=producer,
+        math_registers=math,
+        rows_per_warpgroup=rows,
+        num_waves=ceil_div(rows, WGMMA_M),
+        num_b_scales=num_b_scales(c.block_n),
+        num_scale_positions=SCALE_BLOCK // gcd(c.block_n, SCALE_BLOCK),
+        b_offset=b_offset,
+        d_offset=d_offset,
+        partial_offset=partial_offset,
+        sfa_offset=sfa_offset,
+        sfb_offset=sfb_offset,
+        barrier_offset=barrier_offset,
+        smem_bytes=barrier_offset + c.num_stages * 16,
+        a_box=(BLOCK_K, c.block_m // c.cluster_n),
+        b_box=(BLOCK_K, b_rows),
+        d_box=(d_cols, d_rows),
+        d_swizzle_bytes=d_swizzle,
+        sfa_box=(c.block_m, 1),
+        sfa_stage_bytes=sfa_stage_bytes,
+    )
+
+
+def grid_size(problem: GemmProblem, config: GemmConfig, device: Device) -> int:
+    """CTAs to launch: one per SM of the budget or per tile, whichever is fewer, in whole clusters."""
+    sms = min(problem.num_sms or device.num_sms, device.num_sms)
+    clusters = max(1, sms // config.cluster_size)
+    m_clusters = ceil_div(ceil_div(problem.m, config.block_m), config.cluster_m)
+    n_clusters = ceil_div(ceil_div(problem.n, config.block_n), config.cluster_n)
+    return min(clusters, m_clusters * n_clusters) * config.cluster_size
+
+
+def why_invalid(problem: GemmProblem, config: GemmConfig, device: Device) -> Invalid | None:
+    """The first rule that forbids this configuration, or None when it is valid."""
+    return _why_not_a_kernel(config, problem.d_dtype, device) or _why_not_for(problem, config, device)
+
+
+def _why_not_a_kernel(c: GemmConfig, d_dtype: str, device: Device) -> Invalid | None:
+    """Rules of the kernel itself, whatever the problem's sizes."""
+    if c.block_m not in BLOCK_MS:
+        return Invalid("block_m", f"block_m={c.block_m}: expected one of {BLOCK_MS}")
+    if c.block_n % 8 or not 16 <= c.block_n <= WGMMA_MAX_N:
+        return Invalid("block_n", f"block_n={c.block_n}: expected a multiple of 8 from 16 to 256")
+    if not 2 <= c.num_stages <= MAX_STAGES:
+        return Invalid("num_stages", f"num_stages={c.num_stages}: expected 2 to {MAX_STAGES}")
+    if c.num_math_warpgroups not in REGISTER_SPLIT:
+        return Invalid("num_math_warpgroups", f"num_math_warpgroups={c.num_math_warpgroups}: expected 1 to 3")
+    if c.num_accumulators not in (1, 2):
+        return Invalid("num_accumulators", f"num_accumulators={c.num_accumulators}: expected 1 or 2")
+    if c.raster_along not in RASTER_ALONG:
+        return Invalid("raster_along", f"raster_along={c.raster_along!r}: expected m or n")
+    if c.raster_group < 1:
+        return Invalid("raster_group", f"raster_group={c.raster_group}: expected at least 1")
+    if c.baked_dims not in BAKED_DIMS:
+        return Invalid("baked_dims", f"baked_dims={c.baked_dims!r}: expected one of {BAKED_DIMS}")
+    if c.sass_pass not in SASS_PASSES:
+        return Invalid("sass_pass", f"sass_pass={c.sass_pass!r}: expected one of {SASS_PASSES}")
+    rows = c.block_m // c.num_math_warpgroups
+    if c.block_m % c.num_math_warpgroups or (rows % WGMMA_M and c.num_math_warpgroups > 1):
+        return Invalid(
+            "warpgroup_rows",
+            f"block_m={c.block_m} over {c.num_math_warpgroups} math warpgroups: each needs whole 64 rows",
+        )
+    if rows > 2 * WGMMA_M:
+        return Invalid("warpgroup_rows", f"{rows} rows a warpgroup: at most 128")
+    return _why_cluster_invalid(c) or _why_too_large(c, d_dtype, device)
+
+
+def _why_cluster_invalid(c: GemmConfig) -> Invalid | None:
+    if min(c.cluster_m, c.cluster_n, c.split_k) < 1 or c.cluster_size > MAX_CLUSTER:
+        return Invalid(
+            "cluster_size",
+            f"cluster {c.cluster_m}x{c.cluster_n}, split_k={c.split_k}: expected 1 to {MAX_CLUSTER} CTAs",
+        )
+    if c.split_k > 1 and c.cluster_m * c.cluster_n > 1:
+        return Invalid("split_k_cluster", "split_k forms the cluster: cluster_m and cluster_n must be 1")
+    if c.split_k > 1 and c.block_m > WGMMA_M:
+        return Invalid("split_k_block_m", f"split_k={c.split_k} with block_m={c.block_m}: at most 64 rows")
+    if c.block_m % (8 * c.cluster_n):
+        return Invalid(
+            "cluster_slices",
+            f"block_m={c.block_m} does not divide into cluster_n={c.cluster_n} slices of whole 8 rows",
+        )
+    return None
+
+
+def _why_too_large(c: GemmConfig, d_dtype: str, device: Device) -> Invalid | None:
+    r = resources(c, d_dtype)
+    if c.num_accumulators == 2 and r.num_waves != 1:
+        return Invalid("accumulators_waves", "num_accumulators=2 needs 64 rows a math warpgroup")
+    need = (c.block_n // 2) * (r.num_waves + c.num_accumulators) + MATH_OVERHEAD_REGISTERS
+    if need > r.math_registers:
+        return Invalid("registers", f"about {need} registers a math thread: {r.math_registers} available")
+    if r.smem_bytes > device.smem_per_block:
+        return Invalid(
+            "smem_bytes", f"{r.smem_bytes} bytes of shared memory: the device has {device.smem_per_block}"
+        )
+    return None
+
+
+def _why_not_for(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid | None:
+    """Rules that a problem's sizes add: a choice that could only idle is not a candidate."""
+    if c.split_k > p.num_k_blocks:
+        return Invalid("split_k_empty", f"split_k={c.split_k}: only {p.num_k_blocks} K blocks")
+    if ceil_div(p.m, c.block_m) < c.cluster_m:
+        return Invalid("cluster_idle", f"cluster_m={c.cluster_m}: fewer blocks along M")
+    if ceil_div(p.n, c.block_n) < c.cluster_n:
+        return Invalid("cluster_idle", f"cluster_n={c.cluster_n}: fewer blocks along N")
+    if c.cluster_size > (p.num_sms or device.num_sms):
+        return Invalid("cluster_sms", f"a cluster of {c.cluster_size} does not fit {p.num_sms} SMs")
+    return None

@@ -1,0 +1,47 @@
+"""What a kernel runs on: `Device`, plain facts about one GPU.
+
+Nothing here queries anything; `runtime.driver` fills a `Device` from the GPU at hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """Facts of one GPU, as the heuristic, the validity rule and the database need them.
+
+    Bandwidth in GB/s, clock in MHz, rate in TFLOPS (dense FP8, a multiply-add counted as two).
+    `measured` tells facts read from the device from the reference figures below.
+    """
+
+    name: str
+    arch: str
+    num_sms: int
+    smem_per_block: int
+    l2_bytes: int
+    dram_gbps: float
+    sm_clock_mhz: float
+    fp8_tflops: float
+    driver_version: str = ""
+    measured: bool = False
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether sm_90a cubins run here (compute capability 9.0 exactly)."""
+        return self.arch == "sm_90a"
+
+
+#: Figures of one H200 SXM: SM count, shared memory and L2 as the driver reports them, bandwidth
+#: and FP8 rate as measured on it (docs: baselines of 2026-11-30, random data, 13 ms runs).
+H200 = Device(
+    name="NVIDIA H200",
+    arch="sm_90a",
+    num_sms=132,
+    smem_per_block=232448,
+    l2_bytes=62914560,
+    dram_gbps=4000.0,
+    sm_clock_mhz=1755.0,
+    fp8_tflops=1702.0,
+)

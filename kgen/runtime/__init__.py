@@ -1,0 +1,1 @@
+"""The driver, kernels and the public GEMM operations. Imports nothing."""

@@ -1,0 +1,1 @@
+"""Strategies, workers and the tuning loop. Imports nothing."""
