@@ -1,0 +1,121 @@
+"""What the environment says: `Settings`, read once and handed on as a value.
+
+Takes a mapping of environment variables, gives a frozen value. The only module that reads the
+environment; nothing is read, created or written on import. Must not import anything of kgen
+but `errors`.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kgen.errors import UsageError
+
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+_COMPILER: Final = re.compile(r"auto|(nvrtc|nvcc)(-\d+\.\d+)?")
+_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything kgen takes from its surroundings.
+
+    cache_dir            artifacts, and the database unless `db` says otherwise
+    db                   path or SQLAlchemy URL of the tuning database; empty: in `cache_dir`
+    compiler             auto, nvrtc, nvcc, or one of them at a version: nvcc-12.8
+    jobs                 compile processes
+    compile_timeout_s    seconds a compile may take
+    trial_timeout_s      seconds a candidate may take on the GPU, verification and timing each
+    log_level            debug, info, warning, error
+    """
+
+    cache_dir: Path
+    db: str = ""
+    compiler: str = "auto"
+    jobs: int = 1
+    compile_timeout_s: float = 120.0
+    trial_timeout_s: float = 20.0
+    log_level: str = "warning"
+
+    def __post_init__(self) -> None:
+        if not _COMPILER.fullmatch(self.compiler):
+            raise UsageError(
+                f"KGEN_COMPILER={self.compiler!r}: expected auto, nvrtc, nvcc, or a version of "
+                "one such as nvcc-12.8"
+            )
+        if self.jobs < 1:
+            raise UsageError(f"KGEN_JOBS={self.jobs}: expected at least 1")
+        for name in ("compile_timeout_s", "trial_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"KGEN_{name.upper()}={getattr(self, name)}: expected more than 0")
+        if self.log_level not in LOG_LEVELS:
+            raise UsageError(
+                f"KGEN_LOG_LEVEL={self.log_level!r}: expected one of {', '.join(LOG_LEVELS)}"
+            )
+
+    @property
+    def db_url(self) -> str:
+        """The database as an SQLAlchemy URL; a path becomes a sqlite URL."""
+        where = self.db or str(self.cache_dir / "tuning.db")
+        if _URL.match(where):
+            return where
+        return f"sqlite:///{Path(where).expanduser().absolute()}"
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
+        """Settings from KGEN_* in `env` (the process's own when None); unset and empty are alike.
+
+        Raises UsageError for a value that can not be used, naming the variable.
+        """
+        env = os.environ if env is None else env
+        return cls(
+            cache_dir=_cache_dir(env),
+            db=env.get("KGEN_DB", ""),
+            compiler=env.get("KGEN_COMPILER") or "auto",
+            jobs=int(_number(env, "KGEN_JOBS", _cpus())),
+            compile_timeout_s=_number(env, "KGEN_COMPILE_TIMEOUT_S", cls.compile_timeout_s),
+            trial_timeout_s=_number(env, "KGEN_TRIAL_TIMEOUT_S", cls.trial_timeout_s),
+            log_level=(env.get("KGEN_LOG_LEVEL") or "warning").lower(),
+        )
+
+
+def _cache_dir(env: Mapping[str, str]) -> Path:
+    if given := env.get("KGEN_CACHE_DIR"):
+        return Path(given).expanduser().absolute()
+    base = Path(env.get("XDG_CACHE_HOME", ""))
+    if base.is_absolute():  # the XDG specification has relative paths ignored
+        return base / "kgen"
+    return _user_cache(env) / "kgen"
+
+
+def _user_cache(env: Mapping[str, str]) -> Path:
+    if home := env.get("HOME"):
+        return Path(home) / ".cache"
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir) / ".cache"
+    except KeyError:  # containers with random user ids have neither HOME nor an entry
+        return Path(tempfile.gettempdir()) / f"uid-{os.getuid()}"
+
+
+def _number(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(name)
+    if not text:
+        return default
+    kind = type(default)
+    try:
+        return kind(text)
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise UsageError(f"{name}={text!r}: expected {what}") from None
+
+
+def _cpus() -> int:
+    """CPUs this process may use; in a container or under taskset fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) or 1
