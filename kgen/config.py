@@ -31,6 +31,8 @@ REGISTER_SPLIT: Final = {1: (255, 255), 2: (40, 232), 3: (32, 160)}
 #: Registers of the math loop beside the accumulators: scales, addresses, loop state.
 #: Fitted to what ptxas 13 needs without spills over the configuration space.
 MATH_OVERHEAD_REGISTERS: Final = 30
+#: FP32 partials of 64 rows x 8 columns in a split-K exchange, with 16 bytes against bank conflicts.
+PARTIAL_GROUP_BYTES: Final = 64 * 8 * 4 + 16
 RASTER_ALONG: Final = ("m", "n")
 BAKED_DIMS: Final = ("none", "nk")
 SASS_PASSES: Final = ("none", "interleave")
@@ -169,13 +171,13 @@ def resources(config: GemmConfig, d_dtype: str = "bf16") -> Resources:
     d_rows = min(c.block_m, WGMMA_M)
     d_cols, d_swizzle = d_store_box(c.block_n, d_bytes)
     b_rows = c.block_n // c.cluster_m if c.block_n % (8 * c.cluster_m) == 0 else c.block_n
-    # WGMMA reads 64 rows whatever block_m is; what lies past a short A tile is B or unused.
-    b_offset = round_up(c.num_stages * c.block_m * BLOCK_K, 1024)
+    # WGMMA reads 64 rows whatever block_m is: past a short last A stage there must be memory.
+    b_offset = ((c.num_stages - 1) * c.block_m + max(c.block_m, WGMMA_M)) * BLOCK_K
     d_offset = b_offset + c.num_stages * c.block_n * BLOCK_K
     partial_offset = d_offset + round_up(c.block_m * c.block_n * d_bytes, 1024)
-    partial_bytes = max(c.block_m, WGMMA_M) * c.block_n * 4 if c.split_k > 1 else 0
+    partial_bytes = c.block_n // 8 * PARTIAL_GROUP_BYTES if c.split_k > 1 else 0
     sfa_offset = partial_offset + round_up(partial_bytes, 128)
-    sfa_stage_bytes = round_up(c.block_m * 4, 128)
+    sfa_stage_bytes = max(c.block_m, WGMMA_M) * 4
     sfb_offset = sfa_offset + c.num_stages * sfa_stage_bytes
     barrier_offset = sfb_offset + c.num_stages * 16
     return Resources(
