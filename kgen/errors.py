@@ -72,3 +72,23 @@ class MeasureError(KgenError):
 
 class UnsupportedInput(KgenError, ValueError):
     """Tensors handed to the runtime that no path serves; says what was given and needed."""
+
+
+class WorkerDied(KgenError):
+    """A child process ended while it worked: a crash in native code, a signal, an exit."""
+
+
+class WorkerTimeout(KgenError):
+    """A child process was killed because its time was up."""
+
+
+class GpuMissing(KgenError):
+    """There is no GPU here that kgen can time kernels on; says what was looked for."""
+
+
+class Untunable(KgenError):
+    """A problem that can not be measured here, whatever the configuration: too big, for one."""
+
+
+class Interrupted(KgenError):
+    """The run was told to stop; everything finished so far is kept."""
