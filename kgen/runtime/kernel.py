@@ -1,0 +1,297 @@
+"""A loaded kernel: `Kernel.load` takes a cubin, `prepare` tensors, `Launch.run` a stream.
+
+Takes cubin bytes, its configuration and torch tensors that the kernel can read as they are; gives
+launches. Packs GemmArgs, the kernel's one argument; kgen/templates/gemm.cu.j2 declares the same
+576 bytes. Must not import cache, build or search.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from kgen.config import GemmConfig, Resources, grid_size, resources
+from kgen.errors import DriverError, LaunchError, UnsupportedInput
+from kgen.problem import D_DTYPE_BYTES, SCALE_BLOCK, GemmProblem, ceil_div
+from kgen.runtime import driver
+from kgen.runtime.driver import AlignedBuffer, LaunchConfig
+from kgen.runtime.tma import TensorMap
+
+ARGS_BYTES: Final = 576
+MAP_A, MAP_B, MAP_D, MAP_SFA, TAIL = 0, 128, 256, 384, 512
+#: sfa, sfb, sfa_stride_m, sfa_stride_k, sfb_stride_n, sfb_stride_k, m, n, k, sfa_direct
+_TAIL: Final = struct.Struct("<2Q4q4I")
+TORCH_D_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+#: Streams a launch remembers; programs use a few, and a forgotten one is only made again.
+_MAX_STREAMS: Final = 64
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix in device memory: address, extents, strides in elements."""
+
+    address: int
+    rows: int
+    cols: int
+    row_stride: int
+    col_stride: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Matrix:
+        """The matrix behind a tensor [rows, cols]; raises UnsupportedInput for another rank."""
+        if tensor.dim() != 2:
+            raise UnsupportedInput(
+                f"a tensor of shape {list(tensor.shape)}: expected two dimensions"
+            )
+        return cls(tensor.data_ptr(), *tensor.shape, *tensor.stride())
+
+    def pitch_bytes(self, size: int) -> int:
+        """Bytes from row to row; of a single row, whose stride torch leaves open, its length."""
+        return (self.row_stride if self.rows > 1 else self.cols) * size
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The five matrices of one GEMM, of agreeing extents: a, sfa, b, sfb, d."""
+
+    a: Matrix
+    sfa: Matrix
+    b: Matrix
+    sfb: Matrix
+    d: Matrix
+
+    @property
+    def sfa_direct(self) -> bool:
+        """Whether the kernel reads A's scales itself, because TMA can not take their layout."""
+        s = self.sfa
+        contiguous = s.row_stride == 1 or s.rows == 1
+        return not contiguous or s.address % 16 != 0 or self._sfa_pitch % 16 != 0
+
+    @property
+    def _sfa_pitch(self) -> int:
+        # Of a single column, whose stride torch leaves open, what TMA would like best.
+        return (self.sfa.col_stride if self.sfa.cols > 1 else ceil_div(self.sfa.rows, 4) * 4) * 4
+
+    def maps(self, r: Resources, d_dtype: str) -> dict[int, TensorMap]:
+        """Byte offset in GemmArgs to the tensor map that goes there."""
+        a, b, d, s = self.a, self.b, self.d, self.sfa
+        k = a.cols
+        d_pitch = d.pitch_bytes(D_DTYPE_BYTES[d_dtype])
+        maps = {
+            MAP_A: TensorMap("uint8", a.address, (k, a.rows), a.pitch_bytes(1), r.a_box, 128),
+            MAP_B: TensorMap("uint8", b.address, (k, b.rows), b.pitch_bytes(1), r.b_box, 128),
+            MAP_D: TensorMap(
+                d_dtype, d.address, (d.cols, d.rows), d_pitch, r.d_box, r.d_swizzle_bytes
+            ),
+        }
+        if not self.sfa_direct:
+            dims, pitch = (s.rows, s.cols), self._sfa_pitch
+            maps[MAP_SFA] = TensorMap("fp32", s.address, dims, pitch, r.sfa_box)
+        return maps
+
+    def pack_into(self, buffer: AlignedBuffer, r: Resources, d_dtype: str) -> None:
+        """Write GemmArgs for these matrices and a kernel with these resources."""
+        for offset, tensor_map in self.maps(r, d_dtype).items():
+            tensor_map.encode_into(buffer.address + offset)
+        buffer.write(TAIL, self._tail())
+
+    def _tail(self) -> bytes:
+        s, t = self.sfa, self.sfb
+        strides = (s.row_stride, s.col_stride, t.row_stride, t.col_stride)
+        sizes = (self.a.rows, self.b.rows, self.a.cols)
+        return _TAIL.pack(s.address, t.address, *strides, *sizes, int(self.sfa_direct))
+
+
+def operands(tensors: tuple[torch.Tensor, ...], d_dtype: str) -> Operands:
+    """The matrices behind (a, sfa, b, sfb, d); raises UnsupportedInput naming what does not fit.
+
+    a [M, K] and b [N, K] E4M3, sfa [M, ceil(K/128)] and sfb [ceil(N/128), ceil(K/128)] FP32,
+    d [M, N] of `d_dtype`.
+    """
+    a, sfa, b, sfb, d = tensors
+    o = Operands(*(Matrix.of(tensor) for tensor in tensors))
+    blocks = ceil_div(o.a.cols, SCALE_BLOCK)
+    e4m3, d_torch = torch.float8_e4m3fn, TORCH_D_DTYPES[d_dtype]
+    expected = (
+        ("a", a, e4m3, (o.a.rows, o.a.cols)),
+        ("sfa", sfa, torch.float32, (o.a.rows, blocks)),
+        ("b", b, e4m3, (o.b.rows, o.a.cols)),
+        ("sfb", sfb, torch.float32, (ceil_div(o.b.rows, SCALE_BLOCK), blocks)),
+        ("d", d, d_torch, (o.a.rows, o.b.rows)),
+    )
+    for name, tensor, dtype, shape in expected:
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            given = f"{tensor.dtype}{list(tensor.shape)}"
+            raise UnsupportedInput(f"{name} is {given}: expected {dtype}{list(shape)}")
+    for name, matrix in (("a", o.a), ("b", o.b), ("d", o.d)):
+        if matrix.col_stride != 1 and matrix.cols > 1:
+            raise UnsupportedInput(f"{name} has column stride {matrix.col_stride}: expected 1")
+    return o
+
+
+class Launch:
+    """One kernel with its arguments packed: `run(stream)` starts it. May be run from any thread.
+
+    Holds addresses, not tensors: it stays right as long as the same memory holds the operands.
+    """
+
+    __slots__ = ("_args", "_cluster", "_configs", "_grid", "_kernel", "_params", "_params_at")
+
+    def __init__(self, kernel: Kernel, args: AlignedBuffer, grid: int) -> None:
+        self._kernel, self._args, self._grid = kernel, args, grid
+        self._params = (ctypes.c_void_p * 1)(args.address)
+        self._params_at = ctypes.addressof(self._params)
+        self._cluster = driver.cluster_attribute(kernel.config.cluster_size)
+        self._configs: dict[int, tuple[int, LaunchConfig]] = {}
+
+    @property
+    def grid(self) -> int:
+        """CTAs that a run starts; 0 for a problem with no rows."""
+        return self._grid
+
+    @property
+    def args(self) -> bytes:
+        """The packed GemmArgs."""
+        return bytes(self._args)
+
+    def run(self, stream: int) -> None:
+        """Start the kernel on a stream (raw handle) of the kernel's device. Does not wait.
+
+        The device must be current. Raises DriverError, `fatal` when the context is lost.
+        """
+        if not self._grid:
+            return
+        config = self._configs.get(stream) or self._configure(stream)
+        code = driver.launch()(config[0], self._kernel.function, self._params_at, None)
+        if code:
+            self._retry(code, config[0])
+
+    def _configure(self, stream: int) -> tuple[int, LaunchConfig]:
+        # One for each stream, never changed afterwards: two threads may launch at once.
+        kernel = self._kernel
+        config = LaunchConfig()
+        config.grid[:] = (self._grid, 1, 1)
+        config.block[:] = (kernel.resources.threads, 1, 1)
+        config.smem_bytes = kernel.resources.smem_bytes
+        config.stream = stream
+        if kernel.config.cluster_size > 1:
+            config.attributes, config.num_attributes = ctypes.addressof(self._cluster), 1
+        if len(self._configs) >= _MAX_STREAMS:
+            self._configs.clear()
+        entry = self._configs[stream] = (ctypes.addressof(config), config)
+        return entry
+
+    def _retry(self, code: int, config: int) -> None:
+        # A thread that never touched CUDA has no current context; torch sets it lazily.
+        kernel = self._kernel
+        if code in (driver.INVALID_CONTEXT, driver.INVALID_HANDLE):
+            with driver.current_device(kernel.ordinal):
+                code = driver.launch()(config, kernel.function, self._params_at, None)
+        if code:
+            shape = f"grid {self._grid}, {kernel.resources.threads} threads"
+            driver.raise_for(code, f"launch of {kernel.entry} [{kernel.config}], {shape}")
+
+
+class Kernel:
+    """A cubin loaded on one device, for every M of its problem class."""
+
+    def __init__(
+        self, module: int, function: int, entry: str, config: GemmConfig, d_dtype: str, ordinal: int
+    ) -> None:
+        self._module = module
+        self.function = function
+        self.entry = entry
+        self.config = config
+        self.d_dtype = d_dtype
+        self.ordinal = ordinal
+        self.resources = resources(config, d_dtype)
+        self.device = driver.device_facts(ordinal)
+
+    @classmethod
+    def load(
+        cls,
+        cubin: bytes,
+        entry: str,
+        config: GemmConfig,
+        d_dtype: str,
+        ordinal: int,
+        made_by: str = "",
+    ) -> Kernel:
+        """Load a cubin on `cuda:ordinal`. `made_by` names the compiler in messages.
+
+        Raises LaunchError when the driver refuses the image or its resources, DriverError with
+        `fatal` when the context is lost.
+        """
+        smem_bytes = resources(config, d_dtype).smem_bytes
+        try:
+            module, function = driver.load_function(cubin, entry, smem_bytes, ordinal)
+        except DriverError as error:
+            if error.fatal or error.code == 0:
+                raise
+            raise LaunchError(_load_message(error, made_by, ordinal)) from error
+        return cls(module, function, entry, config, d_dtype, ordinal)
+
+    def prepare(
+        self,
+        a: torch.Tensor,
+        sfa: torch.Tensor,
+        b: torch.Tensor,
+        sfb: torch.Tensor,
+        d: torch.Tensor,
+        num_sms: int = 0,
+    ) -> Launch:
+        """Pack the arguments for these tensors, on at most `num_sms` SMs (0: all).
+
+        Shapes and dtypes as in `operands`; a, b and d with 16-byte aligned addresses and pitches.
+        Raises UnsupportedInput for tensors the kernel can not take as they are.
+        """
+        args = AlignedBuffer(ARGS_BYTES)
+        o = operands((a, sfa, b, sfb, d), self.d_dtype)
+        if o.a.rows == 0:
+            return Launch(self, args, 0)
+        problem = GemmProblem(
+            "dense", o.a.rows, o.b.rows, o.a.cols, d_dtype=self.d_dtype, num_sms=num_sms
+        )
+        o.pack_into(args, self.resources, self.d_dtype)
+        return Launch(self, args, grid_size(problem, self.config, self.device))
+
+    def __call__(
+        self,
+        a: torch.Tensor,
+        sfa: torch.Tensor,
+        b: torch.Tensor,
+        sfb: torch.Tensor,
+        d: torch.Tensor,
+        num_sms: int = 0,
+    ) -> None:
+        """Prepare and run on the current stream of the kernel's device."""
+        launch = self.prepare(a, sfa, b, sfb, d, num_sms)
+        with torch.cuda.device(self.ordinal):
+            launch.run(current_stream(self.ordinal))
+
+    def unload(self) -> None:
+        """Free the module; no launch of it, pending or captured in a graph, may remain."""
+        driver.unload(self._module, self.ordinal)
+
+
+def current_stream(ordinal: int) -> int:
+    """The raw handle of torch's current stream on a device."""
+    # 0.1 us; torch.cuda.current_stream() makes a Stream object and takes 4.4.
+    return int(torch._C._cuda_getCurrentRawStream(ordinal))
+
+
+def _load_message(error: DriverError, made_by: str, ordinal: int) -> str:
+    message = f"the kernel can not be loaded on cuda:{ordinal}: {error}"
+    if error.code in driver.REFUSED_IMAGE_RESULTS:
+        version = "{}.{}".format(*driver.driver_version())
+        device = driver.device_facts(ordinal)
+        message += (
+            f"; the cubin is for sm_90a, made by {made_by or 'an unnamed compiler'}, the device is "
+            f"{device.name} ({device.arch}) with a driver for CUDA {version}: update the driver, "
+            "or choose an older compiler with KGEN_COMPILER"
+        )
+    return message
