@@ -1,0 +1,184 @@
+"""The one process that owns the CUDA context: `GpuWorker`, and what its backend must do.
+
+Takes a problem and its cubins, gives `Measured` values. A fault, a hang or a crash of a candidate
+ends the child only; the next call works in a new one. Must not import torch or CUDA; the backend
+in the child does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from kgen.device import Device
+from kgen.errors import DriverError, Interrupted, KgenError, Untunable, WorkerDied, WorkerTimeout
+from kgen.problem import GemmProblem
+from kgen.search.child import Child
+from kgen.search.gpu_lock import GpuLock
+from kgen.search.stop import StopFlag
+
+if TYPE_CHECKING:
+    from kgen.build import Cubin
+
+#: Loading torch and making a context, on a busy machine with a cold disk.
+START_TIMEOUT_S: Final = 180.0
+#: Inputs and reference of a problem; the largest take seconds.
+OPEN_TIMEOUT_S: Final = 120.0
+#: A GPU may need a moment after a killed process before a new context can be made.
+START_ATTEMPTS: Final = 3
+START_PAUSE_S: Final = 2.0
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What the child found: the device, its UUID (names the lock) and the software under it."""
+
+    device: Device
+    uuid: str
+    driver: str = ""
+    cuda: str = ""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One verified candidate's time. `error` is its largest relative tile error; times in us."""
+
+    error: float
+    median_us: float
+    p10_us: float
+    p90_us: float
+    samples_us: tuple[float, ...]
+    clocks: dict[str, Any] = field(default_factory=dict)
+
+
+class Backend(Protocol):
+    """What runs in the child. One problem is open at a time, with its inputs and references."""
+
+    def hello(self) -> Hello:
+        """The device at hand; raises GpuMissing."""
+
+    def open(self, problem: GemmProblem) -> None:
+        """Make inputs and references, freeing the last problem's; raises Untunable."""
+
+    def verify(self, cubin: Cubin) -> float:
+        """Load and check one candidate and keep it for `time`; gives its largest tile error.
+
+        Raises LaunchError, WrongResult, or DriverError with `fatal` when the context is lost.
+        """
+
+    def time(self, keys: tuple[str, ...], policy: str) -> list[Measured]:
+        """Time verified candidates of the open problem, alternating when there are several."""
+
+
+class GpuWorker:
+    """Verifies and times candidates in a child that is replaced when one of them breaks it.
+
+    `on_replaced` gets the reason each time, `on_wait` a call when another run holds the GPU.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        options: dict[str, Any],
+        trial_timeout_s: float,
+        stop: StopFlag,
+        *,
+        on_replaced: Callable[[str], None] = lambda reason: None,
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._start = (target, options)
+        self._limit_s = trial_timeout_s
+        self._stop = stop
+        self._on_replaced = on_replaced
+        self._on_wait = on_wait
+        self._lock: GpuLock | None = None
+        self._child = self._spawn()
+        self._problem: GemmProblem | None = None
+        self._errors: dict[str, float] = {}
+
+    @property
+    def pid(self) -> int:
+        """The present child's process id."""
+        return self._child.pid
+
+    def hello(self) -> Hello:
+        """What the child found; raises GpuMissing when there is no GPU to time on."""
+        hello: Hello = self._child.call("hello", timeout_s=START_TIMEOUT_S)
+        self._lock = GpuLock(hello.uuid, self._stop, self._on_wait)
+        return hello
+
+    def measure(self, problem: GemmProblem, cubins: Sequence[Cubin], policy: str) -> list[Measured]:
+        """Verify every cubin, then time them, alternating; each step under its own limit.
+
+        Raises Untunable when the problem can not be set up, and what a candidate's failure is:
+        WrongResult, LaunchError, DriverError, MeasureError, WorkerTimeout, WorkerDied.
+        """
+        assert self._lock is not None, "hello comes first"
+        self._await_start()
+        with self._lock.held():
+            self._open(problem)
+            try:
+                for cubin in cubins:
+                    if cubin.key not in self._errors:
+                        self._errors[cubin.key] = self._call("verify", cubin)
+                keys = tuple(cubin.key for cubin in cubins)
+                timed: list[Measured] = self._call("time", keys, policy, times=len(keys))
+            except KgenError as error:
+                self._replace_if_broken(error)
+                raise
+        return timed
+
+    def close(self) -> None:
+        """End the child."""
+        self._child.kill()
+
+    def _call(self, method: str, *args: Any, times: int = 1) -> Any:
+        return self._child.call(method, *args, timeout_s=self._limit_s * times)
+
+    def _open(self, problem: GemmProblem) -> None:
+        """Have the problem open in a living child, or raise Untunable: twice is no accident."""
+        if self._problem == problem:
+            return
+        for attempt in (1, 2):
+            self._problem, self._errors = None, {}
+            try:
+                self._child.call("open", problem, timeout_s=OPEN_TIMEOUT_S)
+            except KgenError as error:
+                broken = self._replace_if_broken(error)
+                if attempt == 1 and broken:
+                    self._await_start()
+                    continue
+                if broken:
+                    raise Untunable(f"inputs and references can not be made: {error}") from error
+                raise
+            self._problem = problem
+            return
+
+    def _await_start(self) -> None:
+        """Wait for a child that was just replaced; a candidate's fault is not its fault."""
+        for attempt in range(1, START_ATTEMPTS + 1):
+            try:
+                return self._child.wait_ready()
+            except (WorkerDied, WorkerTimeout):
+                if attempt == START_ATTEMPTS:
+                    raise
+                time.sleep(START_PAUSE_S)
+                self._child = self._spawn()
+
+    def _replace_if_broken(self, error: KgenError) -> bool:
+        """Whether the error took the child with it; if so a new one is on its way."""
+        lost_context = isinstance(error, DriverError) and error.fatal
+        if isinstance(error, Interrupted) or (self._child.alive and not lost_context):
+            return False
+        if lost_context:
+            self._child.kill()
+        self._problem, self._errors = None, {}
+        self._child = self._spawn()
+        self._on_replaced(str(error))
+        return True
+
+    def _spawn(self) -> Child:
+        target, options = self._start
+        return Child(target, options, START_TIMEOUT_S, self._stop)

@@ -1,0 +1,193 @@
+"""A GPU and a compiler for tests of kgen.search: they misbehave where they are told to.
+
+Behaviours are keyed by str(config). Imported by child processes, so it loads neither torch nor
+CUDA.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from kgen.config import GemmConfig
+from kgen.device import H200
+from kgen.errors import (
+    CompileError,
+    DriverError,
+    GpuMissing,
+    LaunchError,
+    MeasureError,
+    Untunable,
+    WrongResult,
+)
+from kgen.problem import GemmProblem
+from kgen.render import problem_class
+from kgen.search.gpu_worker import Hello, Measured
+
+
+@dataclass(frozen=True)
+class Cubin:
+    key: str
+    data: bytes
+    entry: str
+    config: GemmConfig
+    d_dtype: str
+    registers: int
+    spill_bytes: int
+    from_cache: bool
+    source_path: str
+    log: str
+
+
+DEVICE = replace(H200, measured=True)
+GPU = "tests.unit.fake_search:FakeGpu"
+NO_GPU = "tests.unit.fake_search:NoGpu"
+BUILDER = "tests.unit.fake_search:FakeBuilder"
+
+
+def time_us(problem: GemmProblem, config: GemmConfig) -> float:
+    """A time that only depends on what is timed, well above any floor."""
+    digest = hashlib.sha256(f"{problem} {config}".encode()).digest()
+    return 1000.0 + digest[0] + digest[1] / 256
+
+
+@dataclass
+class FakeGpu:
+    """The backend. `behaviours`: str(config) to hang, abort, segv, fault, wrong, refused, ...
+
+    `untunable` lists problems (as shapes lines) that can not be opened, `fast` configurations
+    that would be the fastest of all, `journal` a file that gets a line for every call.
+    """
+
+    behaviours: dict[str, str] = field(default_factory=dict)
+    untunable: tuple[str, ...] = ()
+    fast: tuple[str, ...] = ()
+    open_behaviour: str = ""
+    journal: str = ""
+    uuid: str = "fake"
+    trial_s: float = 0.0
+    dead: bool = False
+    problem: GemmProblem | None = None
+    verified: dict[str, GemmConfig] = field(default_factory=dict)
+
+    def hello(self) -> Hello:
+        return Hello(DEVICE, f"{self.uuid}", "fake driver", "13.0")
+
+    def open(self, problem: GemmProblem) -> None:
+        self._check_context()
+        self._note(f"open {problem}")
+        self.problem, self.verified = None, {}
+        self._misbehave(self.open_behaviour)
+        if str(problem) in self.untunable:
+            raise Untunable(f"{problem}: needs 900 GiB, the GPU has 139")
+        self.problem = problem
+
+    def verify(self, cubin: Any) -> float:
+        self._check_context()
+        self._note(f"verify {cubin.config}")
+        self._misbehave(self.behaviours.get(str(cubin.config), ""))
+        self.verified[cubin.key] = cubin.config
+        return 1.7e-3
+
+    def time(self, keys: tuple[str, ...], policy: str) -> list[Measured]:
+        time.sleep(self.trial_s * len(keys))
+        return [self._time(self.verified[key]) for key in keys]
+
+    def _time(self, config: GemmConfig) -> Measured:
+        self._note(f"time {config}")
+        if self.behaviours.get(str(config)) == "too fast":
+            raise MeasureError("1 us is below the floor of 5 us")
+        assert self.problem is not None
+        us = 500.0 if str(config) in self.fast else time_us(self.problem, config)
+        clocks = {"sm_mhz": 1755, "mem_mhz": 3201}
+        return Measured(1.7e-3, us, us - 1, us + 1, (us - 1, us, us + 1), clocks)
+
+    def _misbehave(self, how: str) -> None:
+        match how:
+            case "hang":
+                while True:
+                    pass
+            case "abort":
+                os.abort()
+            case "segv":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "fault":
+                self.dead = True
+                self._check_context()
+            case "wrong":
+                raise WrongResult("tile (3, 1): error 0.12, at most 0.004")
+            case "refused":
+                raise LaunchError("the driver refused 300000 bytes of shared memory")
+            case "bug":
+                raise ZeroDivisionError("a bug in the backend")
+
+    def _check_context(self) -> None:
+        if self.dead:
+            raise DriverError("an illegal memory access was encountered", 700, fatal=True)
+
+    def _note(self, line: str) -> None:
+        if self.journal:
+            with Path(self.journal).open("a") as file:
+                file.write(line + "\n")
+
+
+class NoGpu:
+    """A machine without one."""
+
+    def __init__(self, **_: Any) -> None:
+        raise GpuMissing("no CUDA driver on this machine")
+
+
+class Starter:
+    """A service that starts a process of its own, as one that runs nvcc does."""
+
+    def start_sleep(self) -> int:
+        return subprocess.Popen(["sleep", "3600"]).pid
+
+
+@dataclass
+class FakeBuilder:
+    """The compiler. `behaviours`: str(config) to fail, abort or hang; `journal` as above."""
+
+    behaviours: dict[str, str] = field(default_factory=dict)
+    journal: str = ""
+    build_s: float = 0.0
+    version: str = "1"
+
+    def facts(self) -> dict[str, str]:
+        return {"compiler": "fake-1.0", "template_hash": "f" * 64, "generator": "kgen test"}
+
+    def key(self, problem: GemmProblem, config: GemmConfig) -> str:
+        text = f"{self.version} {problem_class(problem, config)} {config}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def build(self, problem: GemmProblem, config: GemmConfig) -> Any:
+        if self.journal:
+            with Path(self.journal).open("a") as file:
+                file.write(f"build {config}\n")
+        time.sleep(self.build_s)
+        match self.behaviours.get(str(config), ""):
+            case "fail":
+                raise CompileError("ptxas spilled 16 bytes", "the log")
+            case "abort":
+                os.abort()
+            case "hang":
+                time.sleep(3600)
+        return Cubin(
+            key=self.key(problem, config),
+            data=b"\x7fELF",
+            entry="kgen_gemm",
+            config=config,
+            d_dtype=problem.d_dtype,
+            registers=168,
+            spill_bytes=0,
+            from_cache=False,
+            source_path="",
+            log="",
+        )
