@@ -46,11 +46,20 @@ $(VENV)/.kgen-ready: pyproject.toml constraints.txt
 check-python:
 	@$(PY) tools/check_python.py
 
-# Wheels for a GPU machine without network: Python $(WHEELS_PYTHON), Linux x86_64; torch and the
-# CUDA packages it brings must be there already. CONTRIBUTING.md says how to install them there.
+# Wheels of everything pinned but torch, what a CUDA torch brings along, and tools for the desk:
+# for a GPU machine without network. CONTRIBUTING.md says how to install them there.
 WHEELS_PYTHON ?= 3.12
+WHEELS_GLIBC := 2_28 2_27 2_24 2_17 2_12 2_5
+NOT_IN_WHEELS := torch|cuda-|nvidia-|sympy|mpmath|networkx|fsspec|filelock|setuptools|ruff|mypy|ast_|librt|build|hatchling|tomlkit|trove|pyproject_hooks|pathspec
 wheels:
-	WHEELS_PYTHON=$(WHEELS_PYTHON) PYTHON=$(PYTHON) tools/collect_wheels.sh .wheels
+	rm -rf .wheels
+	mkdir .wheels
+	grep -vE '^(#|$$|$(NOT_IN_WHEELS))' constraints.txt >.wheels/requirements.txt
+	$(PYTHON) -m pip download --disable-pip-version-check --quiet --no-deps --dest .wheels \
+	    --only-binary=:all: --python-version $(WHEELS_PYTHON) --implementation cp \
+	    $(WHEELS_GLIBC:%=--platform manylinux_%_x86_64) --platform manylinux2014_x86_64 \
+	    --platform manylinux1_x86_64 --requirement .wheels/requirements.txt
+	du -ch .wheels/*.whl | tail -1
 
 clean:
 	rm -rf build dist .wheels .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,7 +19,7 @@ from typing import Final
 from kgen.errors import UsageError
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
-_COMPILER: Final = re.compile(r"auto|(nvrtc|nvcc)(-\d+\.\d+)?")
+_COMPILER: Final = re.compile(r"auto|(nvrtc|nvcc)(-\d+(\.\d+)*)?")
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -30,6 +30,7 @@ class Settings:
     cache_dir            artifacts, and the database unless `db` says otherwise
     db                   path or SQLAlchemy URL of the tuning database; empty: in `cache_dir`
     compiler             auto, nvrtc, nvcc, or one of them at a version: nvcc-12.8
+    cuda_home            a CUDA toolkit to look for nvcc in, beside PATH; empty: none
     jobs                 compile processes
     compile_timeout_s    seconds a compile may take
     trial_timeout_s      seconds a candidate may take on the GPU, verification and timing each
@@ -39,6 +40,7 @@ class Settings:
     cache_dir: Path
     db: str = ""
     compiler: str = "auto"
+    cuda_home: str = ""
     jobs: int = 1
     compile_timeout_s: float = 120.0
     trial_timeout_s: float = 20.0
@@ -79,6 +81,7 @@ class Settings:
             cache_dir=_cache_dir(env),
             db=env.get("KGEN_DB", ""),
             compiler=env.get("KGEN_COMPILER") or "auto",
+            cuda_home=env.get("CUDA_HOME") or env.get("CUDA_PATH") or "",
             jobs=int(_number(env, "KGEN_JOBS", _cpus())),
             compile_timeout_s=_number(env, "KGEN_COMPILE_TIMEOUT_S", cls.compile_timeout_s),
             trial_timeout_s=_number(env, "KGEN_TRIAL_TIMEOUT_S", cls.trial_timeout_s),
