@@ -11,7 +11,6 @@ from kgen import reference
 from kgen.quant import per_block_cast_to_fp8, per_token_cast_to_fp8
 from kgen.reference import full_fp32, gemm_reference, gemm_reference_into
 
-
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
