@@ -23,6 +23,8 @@ _SYMBOL: Final = struct.Struct("<IBBHQQ")
 _EIFMT_SVAL: Final = 4
 _EIATTR_FRAME_SIZE: Final = 0x11
 _EIATTR_REGCOUNT: Final = 0x2F
+#: Start of every block's shared memory, kept by the system on sm_90; sections count it.
+_RESERVED_SMEM_BYTES: Final = 1024
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,7 @@ def kernel_facts(cubin: bytes, entry: str) -> KernelFacts:
     if _EIATTR_REGCOUNT not in values:
         raise SassError(f"kernel {entry!r}: the cubin does not state its registers")
     shared = found.get(f".nv.shared.{entry}")
-    reserved = found.get(".nv.shared.reserved.0")
-    static = (shared.size if shared else 0) - (reserved.size if reserved else 0)
+    static = shared.size - _RESERVED_SMEM_BYTES if shared else 0
     return KernelFacts(
         registers=values[_EIATTR_REGCOUNT],
         stack_bytes=values.get(_EIATTR_FRAME_SIZE, 0),

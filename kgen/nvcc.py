@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import tempfile
@@ -21,8 +20,6 @@ from kgen.errors import CompilerMissing
 
 #: Variables by which a user's shell would add flags that no cache key knows of.
 _HIDDEN_FLAGS: Final = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
-_VERSION: Final = re.compile(r"\bV(\d+)\.(\d+)\.(\d+)")
-_VERSION_TIMEOUT_S: Final = 20.0
 
 
 @dataclass(frozen=True)
@@ -35,17 +32,9 @@ class Output:
     timed_out: bool = False
 
 
-def version(path: str) -> tuple[int, int, int]:
-    """The version that `nvcc --version` prints; raises CompilerMissing saying why there is none."""
-    done = _run([path, "--version"], None, _VERSION_TIMEOUT_S)
-    match = _VERSION.search(done.log)
-    if done.timed_out or done.exit_code or match is None:
-        how = "timed out" if done.timed_out else f"exit code {done.exit_code}"
-        raise CompilerMissing(
-            f"{path}: `nvcc --version` gave no version ({how}): {done.log[:300]!r}"
-        )
-    major, minor, patch = (int(x) for x in match.groups())
-    return major, minor, patch
+def version_text(path: str, timeout_s: float) -> str:
+    """What `nvcc --version` prints; possibly nothing."""
+    return _run([path, "--version"], tempfile.gettempdir(), timeout_s).log
 
 
 def compile_to(
@@ -61,7 +50,7 @@ def compile_to(
         return Output(data, done.log, done.exit_code, done.timed_out)
 
 
-def _run(command: list[str], folder: str | None, timeout_s: float) -> Output:
+def _run(command: list[str], folder: str, timeout_s: float) -> Output:
     without = [word for name in _HIDDEN_FLAGS for word in ("-u", name)]
     try:
         child = subprocess.Popen(
@@ -70,23 +59,33 @@ def _run(command: list[str], folder: str | None, timeout_s: float) -> Output:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
     except OSError as error:
         raise CompilerMissing(f"{command[0]}: can not be run: {error}") from error
     try:
         printed, _ = child.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        _end(child)
-        return Output(b"", f"no result after {timeout_s:g} s", -signal.SIGKILL, timed_out=True)
+        _kill_tree(child)
+        return Output(b"", "", -signal.SIGKILL, timed_out=True)
     except BaseException:
-        _end(child)
+        _kill_tree(child)
         raise
     return Output(b"", printed.decode("utf-8", "replace").rstrip(), child.returncode)
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill nvcc with the cicc and ptxas it started: they share its session."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.communicate()
+def _kill_tree(child: subprocess.Popen[bytes]) -> None:
+    """Kill nvcc with the cicc and ptxas it runs. They stay in our process group, so that who kills
+    that reaches them too; stopped first, nvcc starts no other while they are listed."""
+    child.send_signal(signal.SIGSTOP)
+    for pid in [*_descendants(child.pid), child.pid]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    child.wait()
+
+
+def _descendants(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [d for child in map(int, children) for d in (child, *_descendants(child))]

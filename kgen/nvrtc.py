@@ -1,8 +1,8 @@
 """NVRTC, the CUDA run-time compiler, loaded from a library file.
 
-Takes source text and options, gives what NVRTC gave: cubin, PTX and log. Any NVRTC from 12.0 on
-can be loaded, several beside each other, which the bindings of cuda-python (one library a
-process, chosen by them) do not offer. Must not import anything of kgen but errors.
+Takes source text and options, gives what NVRTC gave: cubin, PTX and log. Through ctypes, so that
+any NVRTC from 12.0 on can be used, several in one process (the bindings of cuda-python load one,
+of their own choice). Must not import anything of kgen but errors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ class Library:
             raise CompilerMissing(f"{path}: can not be loaded as NVRTC: {error}") from error
 
     def compile(self, source: str, options: tuple[str, ...], timeout_s: float) -> Output:
-        """Compile; on a timeout NVRTC is asked to stop and its thread is left behind."""
+        """Compile; returns after `timeout_s` at the latest.
+
+        NVRTC can not be killed and asks only now and then whether to stop: on a timeout it may
+        go on for a while in its thread. Who needs the core back compiles in a child process.
+        """
         cancelled = threading.Event()
         results: list[Output | BaseException] = []
 
@@ -106,6 +110,15 @@ class Library:
 
     def _words(self, status: int) -> str:
         return str(self._lib.nvrtcGetErrorString(status).decode("utf-8", "replace"))
+
+
+def can_load(name: str) -> bool:
+    """Whether the system's loader finds a library of this name."""
+    try:
+        load(name)
+    except CompilerMissing:
+        return False
+    return True
 
 
 @cache
