@@ -1,0 +1,374 @@
+"""What a kernel is checked on: inputs and references of one problem, and the buffers for its D.
+
+Takes a problem and a torch device, gives `Case`, with `ExactCase` and `GrowthCase` inside; all
+results stay on the device until somebody asks. Must not import runtime, build, search or cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Final
+
+import torch
+
+from kgen.problem import SCALE_BLOCK, GemmProblem, ceil_div, round_up
+from kgen.reference import dequantize_a, dequantize_b, full_fp32
+
+#: a [m, k] and b [n, k] E4M3, sfa [m, k blocks] and sfb [n blocks, k blocks] FP32.
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+#: Computes D in place on the current stream: launch(a, sfa, b, sfb, d), d [m, n] with a pitch.
+Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+GROWTH_BASE_K: Final = 512
+#: 6 bits for the live blocks of a pass and 2 for a missing quarter of one: the 8 bits of BF16.
+LIVE_BLOCKS: Final = 6
+#: Multiple of every block_m, so that a shorter M ends in the same partial tile.
+ROW_PERIOD: Final = 768
+TILE: Final = 128
+STRIP: Final = 8
+
+FP8: Final = torch.float8_e4m3fn
+D_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+#: A NaN with a payload that no conversion produces.
+_SENTINEL: Final = {torch.bfloat16: 0x7FD5, torch.float16: 0x7ED5, torch.float32: 0x7FC05A5A}
+#: Guards: columns before D keep it 16-byte aligned; what follows is as large as the largest tile.
+_ROWS_BEFORE, _COLUMNS_BEFORE, _GUARD_AFTER = 8, 64, 256
+#: Elements that temporaries may hold at a time, and bytes that a stored reference may take.
+_CHUNK: Final = 1 << 26
+_STORED_BYTES: Final = 4 << 30
+#: E4M3 bytes of the powers of two that fill a block to a sum of 128.
+_E4M3: Final = {1: 0x38, 2: 0x40, 4: 0x48, 8: 0x50}
+#: Values of the 16-column groups of a partial last K block: they sum to 8, each k32 step (two
+#: groups) to a quarter of that at least.
+_PARTIAL: Final = {
+    1: (8,),
+    2: (4, 4),
+    3: (2, 2, 4),
+    4: (2, 2, 2, 2),
+    5: (1, 1, 2, 2, 2),
+    6: (1, 1, 1, 1, 2, 2),
+    7: (1, 1, 1, 1, 1, 1, 2),
+}
+
+
+class GuardedOutput:
+    """D between sentinels: rows and columns before and after it that no kernel may write."""
+
+    def __init__(self, rows: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (_ROWS_BEFORE + rows + _GUARD_AFTER, _COLUMNS_BEFORE + n + _GUARD_AFTER)
+        self._buffer = torch.empty(shape, dtype=dtype, device=device)
+        self._bits = self._buffer.view(torch.int32 if dtype == torch.float32 else torch.int16)
+        self._sentinel = _SENTINEL[dtype]
+        self.rows, self.n = rows, n
+
+    def poisoned(self, m: int) -> torch.Tensor:
+        """D of m rows, a view with a pitch; everything in and around it is NaN."""
+        self._bits.fill_(self._sentinel)
+        return self._view(self._buffer, m)
+
+    def _view(self, whole: torch.Tensor, m: int) -> torch.Tensor:
+        return whole[_ROWS_BEFORE : _ROWS_BEFORE + m, _COLUMNS_BEFORE : _COLUMNS_BEFORE + self.n]
+
+    def num_changed(self) -> torch.Tensor:
+        """How many elements of the buffer are no longer the sentinel; int64 on the device."""
+        rows, columns = self._bits.shape
+        count = torch.zeros((), dtype=torch.int64, device=self._bits.device)
+        for start, stop in _chunks(rows, columns):
+            count += torch.count_nonzero(self._bits[start:stop] != self._sentinel)
+        return count
+
+    def describe_changed(self, m: int) -> str:
+        """In words, where the written elements are not the m rows of D. Waits for the device."""
+        changed = self._bits != self._sentinel
+        inside = self._view(changed, m)
+        missing = (~inside).sum(1)
+        outside = changed.clone()
+        self._view(outside, m).fill_(False)
+        words = []
+        if int(missing.sum()):
+            row = int(missing.nonzero()[0])
+            words.append(f"{int(missing.sum())} elements not written, the first in row {row}")
+        if int(outside.sum()):
+            row, column = (int(x) for x in outside.nonzero()[0])
+            where = f"row {row - _ROWS_BEFORE}, column {column - _COLUMNS_BEFORE}"
+            words.append(f"{int(outside.sum())} elements written outside D, the first at {where}")
+        return " and ".join(words)
+
+
+class Case:
+    """Inputs and references of one problem, made once, used for every candidate.
+
+    `a` [m+1, k], `sfa` [m+1, k blocks] with M contiguous and its pitch a multiple of 4, `b`, `sfb`
+    on `device`. `unit_scales` makes all scales one power of two, for peers that take one scale.
+    """
+
+    def __init__(
+        self,
+        problem: GemmProblem,
+        device: torch.device | str = "cuda",
+        seed: int = 0,
+        unit_scales: bool = False,
+    ) -> None:
+        self.problem = problem
+        self.device = torch.device(device)
+        self.d_dtype = D_DTYPES[problem.d_dtype]
+        rows, kb = problem.m + 1, problem.num_k_blocks
+        generator = torch.Generator(self.device).manual_seed(seed)
+        self.a = random_fp8(rows, problem.k, generator)
+        self.b = random_fp8(problem.n, problem.k, generator)
+        spread = 0.0 if unit_scales else 1.0
+        self.sfa = column_major(_random_scales(rows, kb, spread, generator))
+        self.sfb = _random_scales(ceil_div(problem.n, SCALE_BLOCK), kb, spread, generator)
+        self._norms: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._stored: torch.Tensor | None = None
+        if rows * problem.n * 4 <= _STORED_BYTES:
+            chunks = _chunks(rows, problem.n)
+            self._stored = torch.cat([self._compute(start, stop) for start, stop in chunks])
+            del self._b_full
+
+    @cached_property
+    def output(self) -> GuardedOutput:
+        """A guarded D of m+1 rows."""
+        return GuardedOutput(self.problem.m + 1, self.problem.n, self.d_dtype, self.device)
+
+    @cached_property
+    def short_output(self) -> GuardedOutput:
+        """A guarded D for the exact passes of fewer rows."""
+        return GuardedOutput(self.exact.rows(1), self.problem.n, self.d_dtype, self.device)
+
+    @cached_property
+    def exact(self) -> ExactCase:
+        """The inputs of the exact check."""
+        return ExactCase(self.problem, self.device)
+
+    @cached_property
+    def own_growth(self) -> GrowthCase | None:
+        """Growth at the problem's own N and K, or None where K has nothing to grow."""
+        p = self.problem
+        if p.k <= GROWTH_BASE_K:
+            return None
+        return GrowthCase(min(p.m, 256), p.n, p.k, self.d_dtype, self.device)
+
+    def inputs(self, m: int, row_major: bool = False) -> Inputs:
+        """a, sfa, b, sfb with m rows; sfa [m, k blocks] row-major where asked."""
+        sfa = self.sfa[:m]
+        return self.a[:m], sfa.contiguous() if row_major else sfa, self.b, self.sfb
+
+    def reference(self, start: int, stop: int) -> torch.Tensor:
+        """Rows start to stop of the FP32 product of the dequantised operands, [rows, n]."""
+        if self._stored is not None:
+            return self._stored[start:stop]
+        return self._compute(start, stop)
+
+    @cached_property
+    def _b_full(self) -> torch.Tensor:
+        return dequantize_b(self.b, self.sfb)
+
+    def _compute(self, start: int, stop: int) -> torch.Tensor:
+        a = dequantize_a(self.a[start:stop], self.sfa[start:stop])
+        with full_fp32():
+            return a @ self._b_full.T
+
+    def norms(self, m: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Squared norms of tiles [m tiles, n tiles] and strips [m tiles, n / 8] of m rows.
+
+        A strip of few rows can happen to be small, while truncation inside a K block does not
+        shrink with it: its norm counts as that of its tile's average strip at least.
+        """
+        if m not in self._norms:
+            parts = [
+                strip_sums(self.reference(start, stop).square())
+                for start, stop in _chunks(m, self.problem.n)
+            ]
+            strips = torch.cat(parts)
+            tiles = tile_sums(strips)
+            ones = torch.ones_like(strips[:1])
+            average = (tiles / tile_sums(ones)).repeat_interleave(TILE // STRIP, 1)
+            self._norms[m] = tiles, torch.maximum(strips, average[:, : strips.shape[1]])
+        return self._norms[m]
+
+    def errors(self, d: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Relative errors of d's tiles [m tiles, n tiles] and strips [m tiles, n / 8].
+
+        NaN where d is NaN. Stays on the device, does not wait.
+        """
+        m = d.shape[0]
+        parts = [
+            strip_sums(torch.sub(d[start:stop], self.reference(start, stop)).square_())
+            for start, stop in _chunks(m, self.problem.n)
+        ]
+        strips = torch.cat(parts)
+        tile_norms, strip_norms = self.norms(m)
+        return (tile_sums(strips) / tile_norms).sqrt(), (strips / strip_norms).sqrt()
+
+
+class ExactCase:
+    """Inputs whose D is known in closed form: D[i, j] = 2^row(i) * 2^column(j) * (2^live - 1).
+
+    A is zero but for the live K blocks of a pass, where its values sum to 128 a block; B is one.
+    With s = block % 6 the scales' exponents are row(i) + 2s + t and column(j) - s - t: their sum
+    has the 6 bits of a pass, while either side's exponents are distinct in every 18 consecutive
+    K blocks (more than any pipeline is deep). row(i) = i % 17 differs from that of every row a
+    power of two or three of them away, column(j) = j / 128 % 13 from every near scale block.
+    D's exponents, times a quarter for a missing k32 step, stay inside FP16's.
+    """
+
+    #: FP16: 63 * 2^(16 + 12) * 2^-18 = 64512, and a quarter of the least bit is 2^-20.
+    SHIFT: Final = 18
+    ROW_CYCLE: Final = 17
+    COLUMN_CYCLE: Final = 13
+
+    def __init__(self, problem: GemmProblem, device: torch.device) -> None:
+        self.problem = problem
+        self.num_passes = ceil_div(problem.num_k_blocks, LIVE_BLOCKS)
+        m, n, k, kb = problem.m, problem.n, problem.k, problem.num_k_blocks
+        self._pattern = torch.tensor(_exact_columns(k), dtype=torch.uint8, device=device)
+        self._a = torch.zeros(m, k, dtype=torch.uint8, device=device)
+        self.b = torch.full((n, k), _E4M3[1], dtype=torch.uint8, device=device).view(FP8)
+        block = torch.arange(kb, device=device)
+        slot, turn = block % LIVE_BLOCKS, block // LIVE_BLOCKS % 3 * (2 * LIVE_BLOCKS - 1)
+        row = torch.arange(m, device=device) % self.ROW_CYCLE
+        column = torch.arange(ceil_div(n, SCALE_BLOCK), device=device) % self.COLUMN_CYCLE
+        self.sfa = column_major(_power(row[:, None] + 2 * slot + turn - self.SHIFT))
+        self.sfb = _power(column[:, None] - slot - turn - 7)
+        self._row = _power(row - self.SHIFT)
+        self._column = _power(column).repeat_interleave(SCALE_BLOCK)[:n]
+        self._live = slice(0, 0)
+
+    def rows(self, number: int) -> int:
+        """Rows that pass `number` computes."""
+        m = self.problem.m
+        return m if number == 0 or m < 2 * ROW_PERIOD else ROW_PERIOD + m % ROW_PERIOD
+
+    def inputs(self, number: int, row_major: bool = False) -> Inputs:
+        """a, sfa, b, sfb of a pass; the next pass reuses their memory."""
+        m = self.rows(number)
+        start, stop = (LIVE_BLOCKS * SCALE_BLOCK * (number + i) for i in (0, 1))
+        self._a[:, self._live] = 0
+        self._live = slice(start, min(stop, self.problem.k))
+        self._a[:, self._live] = self._pattern[self._live]
+        sfa = self.sfa[:m]
+        return self._a[:m].view(FP8), sfa.contiguous() if row_major else sfa, self.b, self.sfb
+
+    def num_wrong(self, d: torch.Tensor, number: int) -> torch.Tensor:
+        """How many elements of d differ from the closed form; int64 on the device."""
+        count = torch.zeros((), dtype=torch.int64, device=d.device)
+        for start, stop in _chunks(*d.shape):
+            count += torch.count_nonzero(d[start:stop] != self.expected(number, start, stop, d))
+        return count
+
+    def expected(self, number: int, start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
+        """Rows start to stop of the result of a pass, in the dtype of `like`."""
+        live = min(LIVE_BLOCKS, self.problem.num_k_blocks - LIVE_BLOCKS * number)
+        rows = self._row[start:stop, None] * float(2**live - 1)
+        return (rows * self._column).to(like.dtype)
+
+    def describe_wrong(self, d: torch.Tensor, number: int) -> str:
+        """The first wrong element of d in words. Waits for the device."""
+        expected = self.expected(number, 0, d.shape[0], d)
+        wrong = (d != expected).nonzero()
+        if not len(wrong):
+            return "a second launch was right: the kernel is not deterministic"
+        row, column = (int(x) for x in wrong[0])
+        got, want = float(d[row, column]), float(expected[row, column])
+        return f"{len(wrong)} differ, the first at row {row}, column {column}: {got}, not {want}"
+
+
+class GrowthCase:
+    """All-positive data with equal scales, and references with 512 and with all columns live."""
+
+    def __init__(self, m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.k = k
+        generator = torch.Generator(device).manual_seed(k)
+        kb = ceil_div(k, SCALE_BLOCK)
+        self._full = _positive(random_fp8(m, k, generator))
+        self._base = self._full.clone()
+        self._base.view(torch.uint8)[:, GROWTH_BASE_K:] = 0
+        self._b = _positive(random_fp8(n, k, generator))
+        # 2^-18 in all keeps sums of 65536 products of up to 448² inside FP16.
+        self._sfa = column_major(torch.full((m, kb), 2.0**-7, device=device))
+        self._sfb = torch.full((ceil_div(n, SCALE_BLOCK), kb), 2.0**-11, device=device)
+        self._references = [self._product(a) for a in (self._base, self._full)]
+        self._output = GuardedOutput(m, n, dtype, device)
+
+    def _product(self, a: torch.Tensor) -> torch.Tensor:
+        step = max(1, _CHUNK // self.k)
+        wide = a.float() * 2.0**-18
+        with full_fp32():
+            parts = [wide @ part.float().T for part in torch.split(self._b, step)]
+        return torch.cat(parts, 1)
+
+    def errors(self, launch: Launch) -> torch.Tensor:
+        """Relative errors of the whole D with 512 live columns and with all, on the device."""
+        errors = []
+        for a, reference in zip((self._base, self._full), self._references, strict=True):
+            d = self._output.poisoned(a.shape[0])
+            launch(a, self._sfa, self._b, self._sfb, d)
+            errors.append(torch.sub(d, reference).norm() / reference.norm())
+        return torch.stack(errors)
+
+
+def random_fp8(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    """Normal data as a quantiser leaves it: E4M3 [rows, columns], deviation 128, at most 448."""
+    out = torch.empty(rows, columns, dtype=FP8, device=generator.device)
+    for start, stop in _chunks(rows, columns):
+        part = torch.randn(stop - start, columns, generator=generator, device=generator.device)
+        out[start:stop] = part.mul_(128.0).clamp_(-448.0, 448.0).to(FP8)
+    return out
+
+
+def column_major(scales: torch.Tensor) -> torch.Tensor:
+    """The same [rows, k blocks] with rows contiguous and their pitch a multiple of 4."""
+    rows, kb = scales.shape
+    out = torch.zeros(kb, round_up(rows, 4), dtype=scales.dtype, device=scales.device)
+    out[:, :rows] = scales.T
+    return out[:, :rows].T
+
+
+def strip_sums(values: torch.Tensor) -> torch.Tensor:
+    """Sums over 128 rows x 8 columns of [m, n]: [ceil(m / 128), n / 8]."""
+    m, n = values.shape
+    sums = values.view(m, n // STRIP, STRIP).sum(2)
+    padded = torch.nn.functional.pad(sums, (0, 0, 0, round_up(m, TILE) - m))
+    return padded.view(-1, TILE, n // STRIP).sum(1)
+
+
+def tile_sums(strips: torch.Tensor) -> torch.Tensor:
+    """Sums over 16 strips: [m tiles, n / 8] to [m tiles, ceil(n / 128)]."""
+    per_tile = TILE // STRIP
+    rows, columns = strips.shape
+    padded = torch.nn.functional.pad(strips, (0, round_up(columns, per_tile) - columns))
+    return padded.view(rows, -1, per_tile).sum(2)
+
+
+def _random_scales(
+    rows: int, columns: int, spread: float, generator: torch.Generator
+) -> torch.Tensor:
+    """FP32 [rows, columns] around 1/128, from 1 - spread/2 to 1 + spread/2 times that."""
+    values = torch.rand(rows, columns, generator=generator, device=generator.device)
+    return values.sub_(0.5).mul_(spread).add_(1.0).div_(128.0)
+
+
+def _positive(values: torch.Tensor) -> torch.Tensor:
+    return (values.view(torch.uint8) & 0x7F).view(FP8)
+
+
+def _power(exponents: torch.Tensor) -> torch.Tensor:
+    """2 to these integers as FP32, made of bits: pow need not be exact on a GPU."""
+    return ((exponents + 127) << 23).to(torch.int32).view(torch.float32)
+
+
+def _chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Ranges of whole tiles' rows that hold at most _CHUNK elements."""
+    step = max(TILE, _CHUNK // columns // TILE * TILE)
+    return ((start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def _exact_columns(k: int) -> list[int]:
+    """E4M3 bytes of one row of A whose K blocks each sum to 128."""
+    whole, rest = divmod(k, SCALE_BLOCK)
+    columns = [_E4M3[1]] * (whole * SCALE_BLOCK)
+    for value in _PARTIAL.get(rest // 16, ()):
+        columns += [_E4M3[value]] * 16
+    return columns

@@ -1,0 +1,177 @@
+"""Is a kernel right? `verify(launch, case)` gives `Verified`, or raises WrongResult.
+
+Takes a function that computes D from tensors, on any torch device, and what to check it on.
+Must not import runtime, build, search or cache: what is checked is a function.
+
+Three checks, cheapest to fail first; each reads its verdict from the device once.
+random   normal data, scales spread over 0.5 to 1.5, at M, M-1 and M+1 rows and with both layouts
+         of A's scales; per 128x128 tile and per strip of 128 rows x 8 columns, against FP32.
+exact    at most 6 live K blocks a pass until each was live once; power-of-two scales; D has at most
+         6 significant bits, and 8 with a k32 step missing, so BF16 shows every error of a scale
+         or step exactly. The first pass at M rows, later ones at 768 to 1535 rows with the same
+         last partial tile, all at the full N and K: every column strip, every K block, every row
+         position in a tile.
+growth   all-positive data and equal scales: the error at a large K may be 1.5 times that of
+         K = 512 at most, which only a kernel that promotes every K block can keep.
+Every launch writes into a buffer full of one NaN pattern, wider and longer than D: exactly the
+m * n elements of D must have changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+import torch
+
+from kgen.cases import GROWTH_BASE_K, LIVE_BLOCKS, STRIP, TILE, Case, GrowthCase, Launch
+from kgen.errors import WrongResult
+from kgen.problem import GemmProblem
+
+__all__ = ["Case", "Launch", "Verified", "verify", "verify_peer"]
+
+#: Largest relative Frobenius error of a tile or strip. Rounding to BF16 gives 1.7e-3 on a tile, and
+#: 3.9e-3 at most on the smallest strip (2^-8 of a value); the tensor core's truncation adds little.
+MAX_ERROR: Final = 4e-3
+MAX_GROWTH: Final = 1.5
+GROWTH_KS: Final = (16384, 65536)
+#: FP32 results of an exact kernel carry rounding noise only; growth of that is not judged.
+GROWTH_FLOOR: Final = 5e-4
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a kernel that passed has shown: the only thing that may be timed.
+
+    Errors are relative Frobenius errors, the largest over all tiles and strips; `growth` is the
+    largest ratio of the error at a large K to that at K = 512 (0 where it was not asked).
+    """
+
+    problem: GemmProblem
+    max_tile_error: float
+    max_strip_error: float
+    growth: float = 0.0
+    exact_passes: int = 0
+
+
+def verify(launch: Launch, case: Case, *, any_nk: bool = False) -> Verified:
+    """Check a kernel on a case; raises WrongResult with what is wrong.
+
+    `any_nk` says that the kernel takes any N and K: the growth check then also runs at K = 16384
+    and 65536. A kernel whose N and K are baked in is checked at its own K.
+    """
+    tile, strip = check_random(launch, case)
+    check_exact(launch, case)
+    growth = check_growth(launch, case, any_nk)
+    return Verified(case.problem, tile, strip, growth, case.exact.num_passes)
+
+
+def verify_peer(launch: Launch, case: Case, limit: float = MAX_ERROR) -> Verified:
+    """Check somebody else's kernel at M only, on random data; raises WrongResult."""
+    tile, strip = check_random(launch, case, [(case.problem.m, False)], limit)
+    return Verified(case.problem, tile, strip)
+
+
+def check_random(
+    launch: Launch,
+    case: Case,
+    runs: list[tuple[int, bool]] | None = None,
+    limit: float = MAX_ERROR,
+) -> tuple[float, float]:
+    """Largest tile and strip error over `runs` of (m, row-major scales); raises WrongResult."""
+    m = case.problem.m
+    runs = runs or [(m, False), (m - 1, False), (m + 1, False), (m, True)]
+    runs = [run for run in runs if run[0]]
+    found = []
+    for rows, row_major in runs:
+        d = case.output.poisoned(rows)
+        launch(*case.inputs(rows, row_major), d)
+        tiles, strips = case.errors(d)
+        excess = case.output.num_changed() - d.numel()
+        found.append(torch.stack([tiles.amax(), strips.amax(), excess.float()]))
+    tile = strip = 0.0
+    for run, (run_tile, run_strip, excess) in zip(runs, torch.stack(found).tolist(), strict=True):
+        if not (run_tile <= limit and run_strip <= limit and excess == 0):
+            raise WrongResult(_why_wrong(launch, case, run, limit))
+        tile, strip = max(tile, run_tile), max(strip, run_strip)
+    return tile, strip
+
+
+def check_exact(launch: Launch, case: Case) -> None:
+    """All passes of the exact case, the last one with row-major scales as well."""
+    exact = case.exact
+    runs = [(number, False) for number in range(exact.num_passes)] + [(exact.num_passes - 1, True)]
+    found = []
+    for number, row_major in runs:
+        output = case.output if exact.rows(number) == case.problem.m else case.short_output
+        d = output.poisoned(exact.rows(number))
+        launch(*exact.inputs(number, row_major), d)
+        found.append(torch.stack([exact.num_wrong(d, number), output.num_changed() - d.numel()]))
+    for run, counts in zip(runs, torch.stack(found).tolist(), strict=True):
+        if counts != [0, 0]:
+            raise WrongResult(_why_not_exact(launch, case, *run))
+
+
+def check_growth(launch: Launch, case: Case, any_nk: bool) -> float:
+    """Largest error at a large K over that at K = 512; raises WrongResult above MAX_GROWTH."""
+    cases = [case.own_growth] if case.own_growth else []
+    if any_nk:
+        cases += [_shared_growth(k, case.d_dtype, case.device) for k in GROWTH_KS]
+    if not cases:
+        return 0.0
+    worst = 0.0
+    errors = torch.stack([growth.errors(launch) for growth in cases]).tolist()
+    for growth, (base, full) in zip(cases, errors, strict=True):
+        ratio = full / max(base, GROWTH_FLOOR)
+        if not ratio <= MAX_GROWTH:
+            raise WrongResult(
+                f"{case.problem}: on all-positive data the relative error grows from {base:.2e} at "
+                f"K={GROWTH_BASE_K} to {full:.2e} at K={growth.k}, more than {MAX_GROWTH} times: "
+                "K blocks are not promoted to FP32 one by one"
+            )
+        worst = max(worst, ratio)
+    return worst
+
+
+@lru_cache(maxsize=4)
+def _shared_growth(k: int, dtype: torch.dtype, device: torch.device) -> GrowthCase:
+    return GrowthCase(128, 256, k, dtype, device)
+
+
+def _why_not_exact(launch: Launch, case: Case, number: int, row_major: bool) -> str:
+    """Run a pass once more and say what is wrong; waits for the device."""
+    exact, rows = case.exact, case.exact.rows(number)
+    d = case.output.poisoned(rows)
+    launch(*exact.inputs(number, row_major), d)
+    first = LIVE_BLOCKS * number
+    last = min(first + LIVE_BLOCKS, case.problem.num_k_blocks) - 1
+    head = f"{case.problem}: exact case, K blocks {first} to {last}, {rows} rows"
+    words = [case.output.describe_changed(rows), exact.describe_wrong(d, number)]
+    return f"{head}, {_layout(row_major)}: " + "; ".join(filter(None, words))
+
+
+def _why_wrong(launch: Launch, case: Case, run: tuple[int, bool], limit: float) -> str:
+    """Run once more and say what is wrong; waits for the device."""
+    rows, row_major = run
+    d = case.output.poisoned(rows)
+    launch(*case.inputs(rows, row_major), d)
+    head = f"{case.problem}: {rows} rows, {_layout(row_major)}: "
+    changed = case.output.describe_changed(rows)
+    if changed:
+        return head + changed
+    tiles, strips = case.errors(d)
+    words = []
+    for errors, what, width in ((tiles, "tile", TILE), (strips, "strip", STRIP)):
+        worst = int(errors.nan_to_num(torch.inf).argmax())
+        row, column = divmod(worst, errors.shape[1])
+        bad = int((~(errors <= limit)).sum())
+        words.append(
+            f"{bad} of {errors.numel()} {what}s off by more than {limit:g}, the worst at row "
+            f"{row * TILE}, column {column * width} by {float(errors[row, column]):.3g}"
+        )
+    return head + "; ".join(words)
+
+
+def _layout(row_major: bool) -> str:
+    return "row-major scales" if row_major else "column-major scales"
