@@ -49,8 +49,8 @@ class Settings:
     def __post_init__(self) -> None:
         if not _COMPILER.fullmatch(self.compiler):
             raise UsageError(
-                f"KGEN_COMPILER={self.compiler!r}: expected auto, nvrtc, nvcc, or a version of "
-                "one such as nvcc-12.8"
+                f"compiler {self.compiler!r} (KGEN_COMPILER, --compiler): expected auto, nvrtc, "
+                "nvcc, or one at a version such as nvcc-12.8"
             )
         if self.jobs < 1:
             raise UsageError(f"KGEN_JOBS={self.jobs}: expected at least 1")

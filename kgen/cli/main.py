@@ -1,0 +1,69 @@
+"""The `kgen` command: reads the command line, runs one subcommand, maps errors to exit codes.
+
+Takes arguments, gives an exit code. What a subcommand needs is imported when it runs, so that
+`kgen --help` needs neither torch nor CUDA and answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+import kgen
+from kgen.cli import bench as bench_command
+from kgen.cli import best, doctor, render, show, tune
+from kgen.cli.arguments import OK, USAGE, HelpFormatter, settings_of
+from kgen.cli.output import complain, log_to_stderr
+from kgen.errors import KgenError, UsageError
+
+FAILED: Final = 1
+INTERRUPTED: Final = 130
+EPILOG: Final = """\
+exit codes: 0 all done, 1 some failed, 2 wrong usage, 130 interrupted
+Data goes to stdout, progress to stderr. KGEN_CACHE_DIR, KGEN_DB, KGEN_COMPILER, KGEN_JOBS and
+KGEN_LOG_LEVEL set what the options do not."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line; each subcommand sets `run` in its namespace."""
+    parser = argparse.ArgumentParser(
+        prog="kgen",
+        description="Tuned, verified FP8 GEMM kernels for NVIDIA Hopper.",
+        epilog=EPILOG,
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"kgen {kgen.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module in (tune, best, show, render, bench_command, doctor):
+        module.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; argparse itself exits with 0 or 2."""
+    args = build_parser().parse_args(argv)
+    try:
+        settings = settings_of(args)
+        log_to_stderr(settings.log_level)
+        code = int(args.run(args, settings))
+        sys.stdout.flush()
+        return code
+    except UsageError as error:
+        complain(str(error))
+        return USAGE
+    except KgenError as error:
+        complain(str(error))
+        return FAILED
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of stdout left, as `head` does; nothing is wrong
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

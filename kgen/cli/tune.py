@@ -1,0 +1,195 @@
+"""`kgen tune`: find the fastest verified kernel of each problem and keep it in the database.
+
+Takes shapes and limits, gives a table (or JSON) of winners on stdout and progress on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from kgen.cli.arguments import (
+    Commands,
+    add_cache,
+    add_command,
+    add_compiler,
+    add_json,
+    add_problems,
+    positive,
+    required_lines,
+    seconds,
+)
+from kgen.cli.output import data_json, microseconds, note, table
+from kgen.search.events import DEFAULT_TRIALS, PREDICTED, TuneOptions
+from kgen.settings import Settings
+
+if TYPE_CHECKING:
+    from kgen.search.events import ProblemReport, TuneReport
+
+MORE = """\
+On a Hopper GPU every candidate is verified before it is timed, and the fastest is stored. With
+no GPU the leading candidates are compiled, ranked by the analytic model and stored as predicted;
+a later run on a GPU starts from there. A run that was stopped goes on where it was."""
+
+INTERRUPTED = 130
+
+
+def add_parser(commands: Commands) -> None:
+    """Add `kgen tune`."""
+    parser = add_command(commands, "tune", "tune problems and store the winners", MORE)
+    add_problems(parser)
+    _add_limits(parser)
+    parser.add_argument(
+        "--no-gpu",
+        action="store_true",
+        help="compile and predict only (default: use the GPU when there is one)",
+    )
+    parser.add_argument(
+        "--jobs",
+        metavar="N",
+        type=positive,
+        help="compile processes (default: KGEN_JOBS, else the CPUs at hand)",
+    )
+    add_compiler(parser)
+    add_cache(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    defaults = TuneOptions()
+    limits = parser.add_argument_group("how far and how")
+    limits.add_argument(
+        "--trials",
+        metavar="N",
+        type=positive,
+        help=f"most trials of a problem (default: {DEFAULT_TRIALS}, or no limit with a budget)",
+    )
+    limits.add_argument(
+        "--budget",
+        metavar="SECONDS",
+        type=seconds,
+        help="time of the whole run, shared out by the problems' weights (default: no limit)",
+    )
+    limits.add_argument(
+        "--budget-per-problem",
+        metavar="SECONDS",
+        type=seconds,
+        help="time of one problem (default: no limit)",
+    )
+    limits.add_argument(
+        "--sampler",
+        choices=("tpe", "random", "exhaustive"),
+        default=defaults.sampler,
+        help="how candidates are chosen (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--finalists",
+        metavar="N",
+        type=positive,
+        default=defaults.finalists,
+        help="configurations measured again, interleaved, at the end (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--leading",
+        metavar="N",
+        type=positive,
+        default=defaults.leading,
+        help="candidates compiled per problem where there is no GPU (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--seed",
+        metavar="N",
+        type=int,
+        default=defaults.seed,
+        help="of the sampler (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace, settings: Settings) -> int:
+    """Tune and print the report; 0 when every problem was served, 130 when interrupted."""
+    lines = required_lines(args)
+    # Only now: a bad shapes file is reported before torch or CUDA is touched.
+    from kgen.cli.progress import progress
+    from kgen.search.tune import tune
+
+    options = TuneOptions(
+        trials=args.trials,
+        budget_s=args.budget,
+        budget_per_problem_s=args.budget_per_problem,
+        sampler=args.sampler,
+        finalists=args.finalists,
+        leading=args.leading,
+        seed=args.seed,
+        gpu=not args.no_gpu,
+    )
+    with progress() as on_event:
+        report = tune(lines, settings, options, on_event)
+    if args.json:
+        data_json(report.to_dict())
+    else:
+        print_report(report)
+    return INTERRUPTED if report.interrupted else report.exit_code
+
+
+def print_report(report: TuneReport) -> None:
+    """The table of winners, and one line on the run."""
+    if report.measured:
+        _print_measured(report)
+    else:
+        _print_predicted(report)
+    served = sum(problem.ok for problem in report.problems)
+    note(
+        f"{served} of {len(report.problems)} problems {'tuned' if report.measured else PREDICTED} "
+        f"in {report.seconds:.0f} s; {report.num_compiles} kernels compiled, "
+        f"{report.num_cache_hits} taken from the cache"
+    )
+    for problem in report.problems:
+        if not problem.ok:
+            note(f"{problem.problem}: {problem.outcome}: {problem.reason}")
+    if report.interrupted:
+        note("interrupted; finished trials are kept, the same command goes on from here")
+
+
+def _print_measured(report: TuneReport) -> None:
+    headings = ("problem", "outcome", "µs", "p10–p90", "TFLOPS", "vs default", "error", "trials")
+    rows = [
+        (
+            str(p.problem),
+            p.outcome,
+            microseconds(p.median_us),
+            _spread(p),
+            f"{p.problem.flops / p.median_us / 1e6:.0f}" if p.median_us else "–",
+            f"{p.default_us / p.median_us:.2f}x" if p.default_us and p.median_us else "–",
+            f"{p.error:.1e}" if p.error is not None else "–",
+            str(p.num_trials),
+            str(p.config or "–"),
+        )
+        for p in report.problems
+    ]
+    table((*headings, "configuration"), rows, text_columns=(0, 1, 8))
+
+
+def _print_predicted(report: TuneReport) -> None:
+    rows = [
+        (
+            str(p.problem),
+            p.outcome,
+            microseconds(p.predicted_us),
+            str(p.num_trials),
+            str(p.config or "–"),
+        )
+        for p in report.problems
+    ]
+    table(
+        ("problem", "outcome", "predicted µs", "compiled", "configuration"),
+        rows,
+        title=f"Predicted for {report.device.name}, not measured: {report.reason}",
+        text_columns=(0, 1, 4),
+    )
+
+
+def _spread(report: ProblemReport) -> str:
+    if report.p10_us is None or report.p90_us is None:
+        return "–"
+    return f"{microseconds(report.p10_us)}–{microseconds(report.p90_us)}"

@@ -1,0 +1,506 @@
+"""The command line: help, exit codes, what goes to stdout and what to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kgen
+from kgen.cli import arguments, output
+from kgen.cli import tune as tune_command
+from kgen.cli.main import build_parser, main
+from kgen.cli.progress import Bars, PlainLines, outcome_of
+from kgen.config import GemmConfig
+from kgen.device import H200
+from kgen.problem import GemmProblem
+from kgen.search.events import (
+    Notice,
+    ProblemFinished,
+    ProblemReport,
+    ProblemStarted,
+    RunStarted,
+    TrialFinished,
+    TuneReport,
+    WorkerReplaced,
+)
+from kgen.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+PROBLEM = GemmProblem("dense", 64, 2112, 7168)
+LINE = "dense m=64 n=2112 k=7168"
+COMMANDS = ("tune", "best", "show", "render", "bench", "doctor")
+#: Options whose help has no default to state: they choose what is done, or are needed.
+NO_DEFAULT = {"--shapes", "--source", "--ptx", "--sass", "--config", "--help"}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("KGEN_CACHE_DIR", str(cache))
+    return cache
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    choices = next(a.choices for a in build_parser()._actions if isinstance(a.choices, dict))
+    parser = choices[command]
+    assert isinstance(parser, argparse.ArgumentParser)
+    return parser
+
+
+def exit_code_of(*words: str) -> int:
+    """The exit code, also where argparse leaves by itself."""
+    try:
+        return main(words)
+    except SystemExit as left:
+        return int(left.code or 0)
+
+
+# ---- help
+
+
+def test_commands_are_these() -> None:
+    choices = next(a.choices for a in build_parser()._actions if isinstance(a.choices, dict))
+    assert tuple(choices) == COMMANDS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_what_it_does(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of(command, "--help") == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: kgen {command}")
+    assert len(parser_of(command).description or "") > 100
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_states_every_default(command: str) -> None:
+    for action in parser_of(command)._actions:
+        for name in action.option_strings[-1:]:
+            assert action.help
+            assert "default: " in action.help or name in NO_DEFAULT, f"{command} {name}"
+
+
+def test_defaults_in_help_are_the_real_ones() -> None:
+    text = " ".join(parser_of("tune").format_help().split())
+    options = tune_command.TuneOptions()
+    assert f"(default: {options.sampler})" in text
+    assert f"(default: {tune_command.DEFAULT_TRIALS}, or no limit" in text
+    args = build_parser().parse_args(["tune", LINE])
+    assert (args.sampler, args.finalists, args.seed) == ("tpe", options.finalists, options.seed)
+    assert arguments.settings_of(args) == Settings.from_env()
+
+
+def test_main_help_names_exit_codes_and_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of("--help") == 0
+    out = capsys.readouterr().out
+    assert "0 all done, 1 some failed, 2 wrong usage" in out
+    assert all(command in out for command in COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of("--version") == 0
+    assert capsys.readouterr().out == f"kgen {kgen.__version__}\n"
+
+
+def test_help_is_quick() -> None:
+    times = []
+    for _ in range(3):  # the best of three: other work on the machine only adds
+        start = time.monotonic()
+        subprocess.run(
+            [sys.executable, "-m", "kgen.cli.main", "--help"],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+        )
+        times.append(time.monotonic() - start)
+    assert min(times) < 0.5
+
+
+# ---- usage
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("fly",),
+        ("tune",),
+        ("bench",),
+        ("tune", LINE, "--sampler", "guess"),
+        ("tune", LINE, "--trials", "0"),
+        ("tune", LINE, "--trials", "many"),
+        ("tune", LINE, "--budget", "-1"),
+        ("tune", LINE, "--budget", "nan"),
+        ("tune", LINE, "--compiler", "gcc"),
+        ("tune", "dense m=sixty n=2112 k=7168"),
+        ("tune", "--shapes", "no_such_file.txt"),
+        ("tune", "--shapes", "."),
+        ("show", "dense m=1,2 n=2112 k=7168"),
+        ("show", LINE, "--ptx", "--sass"),
+        ("render",),
+        ("render", "sparse m=1 n=8 k=16"),
+        ("render", LINE, "--set", "block_n"),
+        ("render", LINE, "--set", "block_n=wide"),
+        ("render", LINE, "--set", "block_q=8"),
+        ("render", LINE, "--set", "block_n=12"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_says_why(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], own_cache: Path
+) -> None:
+    assert exit_code_of(*words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.strip()) > 10
+    assert "Traceback" not in captured.err
+    assert not own_cache.exists()
+
+
+def test_bad_shapes_line_is_named_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], own_cache: Path
+) -> None:
+    shapes = tmp_path / "s.txt"
+    shapes.write_text("dense m=1 n=2112 k=7168\n\ndense m=1 n=2113 k=7168\n")
+    assert main(["tune", "--shapes", str(shapes)]) == 2
+    err = capsys.readouterr().err
+    assert f"{shapes}:3" in err
+    assert "2113" in err
+    assert not own_cache.exists()
+
+
+def test_bad_environment_is_usage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KGEN_JOBS", "some")
+    assert main(["doctor"]) == 2
+    assert "KGEN_JOBS" in capsys.readouterr().err
+
+
+def test_options_go_before_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KGEN_DB", "/from/env.db")
+    words = ["tune", LINE, "--cache", str(tmp_path), "--db", "/given.db", "--jobs", "3"]
+    settings = arguments.settings_of(build_parser().parse_args([*words, "--compiler", "nvrtc"]))
+    assert settings.cache_dir == tmp_path
+    assert settings.db_url == "sqlite:////given.db"
+    assert (settings.jobs, settings.compiler) == (3, "nvrtc")
+
+
+# ---- render
+
+
+def test_render_prints_the_source_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["render", LINE, "--set", "block_n=152", "raster_along=n"]) == 0
+    out, err = capsys.readouterr()
+    assert "__global__" in out
+    assert "// block_n = 152" in out
+    assert "// raster_along = n" in out
+    assert err == ""
+
+
+def test_render_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["render", LINE, "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["problem"] == str(PROBLEM)
+    assert GemmConfig.from_dict(value["config"])
+    assert value["body_sha256"] in value["source"]
+
+
+def test_render_needs_neither_torch_nor_cuda() -> None:
+    code = (
+        "import sys; from kgen.cli.main import main; "
+        f"code = main(['render', {LINE!r}]); "
+        "assert not {'torch', 'cuda', 'optuna', 'sqlalchemy'} & {*sys.modules}; sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "kgen_gemm" in done.stdout
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = (
+        f"{sys.executable} -m kgen.cli.main render '{LINE}' | head -1; echo ${{PIPESTATUS[0]}}"
+    )
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "0", done.stderr
+    assert done.stderr == ""
+
+
+# ---- tune: the report and the events
+
+
+def tuned(**fields: Any) -> ProblemReport:
+    values = {"config": GemmConfig(), "median_us": 12.5, "p10_us": 12.0, "p90_us": 13.0}
+    values |= {"error": 1.7e-3, "default_us": 15.0, "predicted_us": 11.0, "num_trials": 9}
+    return ProblemReport(PROBLEM, 1.0, "tuned", **(values | fields))
+
+
+def report_of(*problems: ProblemReport, **fields: Any) -> TuneReport:
+    values = {"device": H200, "measured": True, "reason": "", "run_id": 1, "seconds": 3.0}
+    return TuneReport(problems=problems, **(values | fields))
+
+
+@pytest.fixture
+def fake_tune(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Replaces the tuning loop: what it was called with, and then what it gives."""
+    import kgen.search.tune as loop
+
+    calls: list[Any] = []
+
+    def tune(lines: Any, settings: Any, options: Any, on_event: Any) -> TuneReport:
+        calls[1:] = [lines, settings, options]
+        on_event(RunStarted(H200, calls[0].measured, calls[0].reason, len(lines), 2))
+        for problem in calls[0].problems:
+            on_event(ProblemFinished(problem))
+        report = calls[0]
+        assert isinstance(report, TuneReport)
+        return report
+
+    monkeypatch.setattr(loop, "tune", tune)
+    return calls
+
+
+def test_tune_prints_a_table_and_passes_its_options(
+    fake_tune: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_tune.append(report_of(tuned()))
+    words = ["tune", LINE, LINE, "--trials", "7", "--budget", "420", "--sampler", "random"]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    header, row = out.splitlines()
+    assert header.split()[:2] == ["problem", "outcome"]
+    assert all(text in row for text in (str(PROBLEM), "12.50", "1.20x", "1.7e-03"))
+    assert "tuned once" in err
+    assert "[1/1]" in err
+    (lines, _, options) = fake_tune[1:]
+    assert [(line.problem, line.weight) for line in lines] == [(PROBLEM, 2.0)]
+    assert (options.trials, options.budget_s, options.sampler) == (7, 420.0, "random")
+    assert options.gpu
+
+
+def test_tune_without_a_gpu_says_predicted_and_exits_with_0(
+    fake_tune: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    predicted = tuned(median_us=None, p10_us=None, p90_us=None, error=None, default_us=None)
+    predicted = replace(predicted, outcome="predicted")
+    fake_tune.append(report_of(predicted, measured=False, reason="no CUDA driver"))
+    assert main(["tune", LINE]) == 0
+    out, err = capsys.readouterr()
+    assert "not measured" in out
+    assert "predicted µs" in out
+    assert "no CUDA driver" in err
+    assert "predicted" in err
+
+
+def test_tune_exit_codes(fake_tune: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tuned(config=None, median_us=None, p10_us=None, default_us=None, error=None)
+    bad = replace(bad, outcome="untunable", reason="no candidate passed")
+    fake_tune.append(report_of(tuned(), bad))
+    assert main(["tune", LINE]) == 1
+    assert "untunable: no candidate passed" in capsys.readouterr().err
+    fake_tune[0] = report_of(tuned(), interrupted=True)
+    assert main(["tune", LINE]) == 130
+    assert "finished trials are kept" in capsys.readouterr().err
+
+
+def test_tune_json_is_json_and_nothing_else(
+    fake_tune: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_tune.append(report_of(tuned()))
+    assert main(["tune", LINE, "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["problems"][0]["problem"] == str(PROBLEM)
+    assert value["problems"][0]["config"] == GemmConfig().to_dict()
+    assert value["measured"] is True
+
+
+EVENTS = (
+    RunStarted(H200, True, "", 2, 4),
+    ProblemStarted(PROBLEM, 1, 800, 0, {}),
+    TrialFinished(PROBLEM, GemmConfig(), "ok", "", 12.5, 11.0, 12.5, 1),
+    TrialFinished(PROBLEM, GemmConfig(), "wrong", "strip 3", None, 11.0, None, 2),
+    WorkerReplaced("gpu", "timed out after 20 s [busy]"),
+    Notice("another run holds the GPU [pid 7]"),
+    ProblemFinished(tuned()),
+)
+
+
+def test_plain_progress_is_lines_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = PlainLines()
+    for event in EVENTS:
+        lines(event)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 4
+    assert all(line.startswith("kgen: ") for line in err.splitlines())
+    assert "[1/2]" in err
+    assert "[pid 7]" in err
+
+
+def test_bars_show_the_same_on_a_terminal() -> None:
+    from rich.console import Console
+    from rich.progress import Progress, TextColumn
+
+    console = Console(force_terminal=True, width=100, record=True)
+    with Progress(TextColumn("{task.fields[now]}"), console=console) as progress:
+        bars = Bars(progress)
+        for event in EVENTS:
+            bars(event)
+        assert progress.tasks[0].completed == 1
+        assert progress.tasks[0].total == 2
+    text = console.export_text()
+    assert "[pid 7]" in text
+    assert "[busy]" in text
+    assert "12.50 µs" in text
+
+
+def test_outcome_of_a_problem_known_before() -> None:
+    assert outcome_of(tuned(skipped=True)).endswith("(known before)")
+
+
+# ---- best, show, doctor without a database
+
+
+def test_best_without_a_database(capsys: pytest.CaptureFixture[str], own_cache: Path) -> None:
+    assert main(["best"]) == 1
+    assert "kgen tune" in capsys.readouterr().err
+    assert not own_cache.exists()
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    """A database with one timed and one predicted problem."""
+    from kgen.cache.db import TuningDatabase
+    from kgen.cache.records import TrialRecord, provenance
+
+    path = tmp_path / "t.db"
+    db = TuningDatabase.open(path)
+    origin = provenance(
+        H200,
+        driver="580",
+        cuda="13.0",
+        compiler="nvrtc-13.0.88",
+        template_hash="t",
+        generator="kgen",
+        clocks={},
+    )
+    common: dict[str, Any] = {"device_name": H200.name, "num_sms": 132, "cubin_key": "c"}
+    db.record(
+        TrialRecord(
+            problem=PROBLEM,
+            config=GemmConfig(block_n=152),
+            status="ok",
+            verified=True,
+            error=1.7e-3,
+            median_us=12.5,
+            p10_us=12.0,
+            p90_us=13.0,
+            samples_us=[12.5],
+            policy="default",
+            provenance=origin,
+            **common,
+        )
+    )
+    for block_n, predicted_us in ((64, 9.0), (96, 8.0)):
+        record = TrialRecord(
+            problem=PROBLEM.with_m(128),
+            config=GemmConfig(block_n=block_n),
+            status="compiled",
+            source="predicted",
+            predicted_us=predicted_us,
+            **common,
+        )
+        db.record(record)
+    db.close()
+    return path
+
+
+def test_best_tells_measured_from_predicted(
+    database: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["best", "--db", str(database)]) == 0
+    header, first, second = capsys.readouterr().out.splitlines()
+    assert "configuration" in header
+    assert all(text in first for text in (str(PROBLEM), "measured", "12.50", "128x152"))
+    assert all(text in second for text in ("m=128", "predicted", "8.00", "128x96"))
+
+
+def test_best_of_some_problems(database: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["best", "dense m=128 n=2112 k=7168", "dense m=1 n=2112 k=7168"]
+    assert main([*words, "--db", str(database), "--json"]) == 1
+    out, err = capsys.readouterr()
+    (row,) = json.loads(out)
+    assert (row["shape"], row["measured"]) == ("dense m=128 n=2112 k=7168", False)
+    assert "dense m=1 n=2112 k=7168: nothing known" in err
+
+
+def test_show_takes_the_database_first(
+    database: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kgen.cli.show.device_at_hand", lambda: (H200, "none"))
+    assert main(["show", LINE, "--db", str(database)]) == 0
+    out, err = capsys.readouterr()
+    assert "12.50 µs" in out
+    assert "verified and timed on NVIDIA H200" in err
+    assert main(["show", LINE, "--db", str(database), "--config"]) == 0
+    assert "block_n=152" in capsys.readouterr().out.splitlines()
+    assert main(["show", LINE, "--db", str(database), "--source"]) == 0
+    assert "// block_n = 152" in capsys.readouterr().out
+
+
+def test_show_without_a_database_takes_the_model(
+    capsys: pytest.CaptureFixture[str], own_cache: Path
+) -> None:
+    assert main(["show", LINE, "--json"]) == 0
+    out, err = capsys.readouterr()
+    value = json.loads(out)
+    assert value["trial"] is None
+    assert GemmConfig.from_dict(value["config"])
+    assert "analytic model" in err
+    assert not own_cache.exists()
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "1,0"])
+def test_doctor_answers_whatever_is_visible(
+    visible: str, monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": visible}
+    done = subprocess.run(
+        [sys.executable, "-m", "kgen.cli.main", "doctor", "--json"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = {finding["name"]: finding["state"] for finding in json.loads(done.stdout)}
+    assert found["gpu"] in ("found", "absent")
+    assert found["compiler used"] == "found"
+    assert not own_cache.exists()
+
+
+def test_doctor_names_a_cache_and_a_database_that_can_not_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("not a database\n" * 100)
+    assert main(["doctor", "--cache", str(file), "--db", str(file)]) == 1
+    out, err = capsys.readouterr()
+    assert f"{file} is not a folder" in out
+    assert "broken: database" in err
+
+
+def test_microseconds() -> None:
+    texts = [output.microseconds(value) for value in (None, 3.456, 99.0, 665.04)]
+    assert texts == ["–", "3.46", "99.00", "665.0"]
