@@ -26,13 +26,14 @@ MAX_CLUSTER: Final = 8
 MAX_STAGES: Final = 16
 #: Registers per thread after setmaxnreg, by number of math warpgroups: (producer, math).
 #: 64K registers a CTA; 384 threads launch with 168 each, 512 with 128 each. With one math
-#: warpgroup each thread has 255 at launch, the most an instruction can name: no setmaxnreg.
-REGISTER_SPLIT: Final = {1: (255, 255), 2: (40, 232), 3: (32, 160)}
-#: Registers of the math loop beside the accumulators: scales, addresses, loop state.
-#: Fitted to what ptxas 13 needs without spills over the configuration space.
-MATH_OVERHEAD_REGISTERS: Final = 30
-#: FP32 partials of 64 rows x 8 columns in a split-K exchange, with 16 bytes against bank conflicts.
-PARTIAL_GROUP_BYTES: Final = 64 * 8 * 4 + 16
+#: warpgroup each thread has 255 at launch, the most an instruction can name: no setmaxnreg, and
+#: ptxas is seen to spill in places above 248.
+REGISTER_SPLIT: Final = {1: (248, 248), 2: (40, 232), 3: (32, 160)}
+#: Registers of the math loop beside the accumulators (scales, addresses, loop state), and those that
+#: a second 64-row wave adds. Fitted to what ptxas 13.0 compiles without spills: 128x208, 256x128,
+#: 192x136, and 128x136 with two accumulators are the widest tiles of their kind.
+MATH_OVERHEAD_REGISTERS: Final = 24
+WAVE_OVERHEAD_REGISTERS: Final = 8
 RASTER_ALONG: Final = ("m", "n")
 BAKED_DIMS: Final = ("none", "nk")
 SASS_PASSES: Final = ("none", "interleave")
@@ -82,7 +83,9 @@ class GemmConfig:
         kinds = {f.name: str(f.type) for f in fields(cls)}
         for name, value in values.items():
             if name not in kinds:
-                raise UsageError(f"{name}={value!r}: no such axis; expected one of {', '.join(kinds)}")
+                raise UsageError(
+                    f"{name}={value!r}: no such axis; expected one of {', '.join(kinds)}"
+                )
             if type(value).__name__ != kinds[name]:
                 raise UsageError(f"{name}={value!r}: expected a value of type {kinds[name]}")
         return cls(**values)
@@ -174,8 +177,10 @@ def resources(config: GemmConfig, d_dtype: str = "bf16") -> Resources:
     # WGMMA reads 64 rows whatever block_m is: past a short last A stage there must be memory.
     b_offset = ((c.num_stages - 1) * c.block_m + max(c.block_m, WGMMA_M)) * BLOCK_K
     d_offset = b_offset + c.num_stages * c.block_n * BLOCK_K
-    partial_offset = d_offset + round_up(c.block_m * c.block_n * d_bytes, 1024)
-    partial_bytes = c.block_n // 8 * PARTIAL_GROUP_BYTES if c.split_k > 1 else 0
+    d_staging = c.block_m * c.block_n * d_bytes if c.split_k == 1 else 0
+    partial_offset = d_offset + round_up(d_staging, 1024)
+    owned_groups = ceil_div(c.block_n // 8, c.split_k)
+    partial_bytes = c.split_k * owned_groups * d_rows * 32 if c.split_k > 1 else 0
     sfa_offset = partial_offset + round_up(partial_bytes, 128)
     sfa_stage_bytes = max(c.block_m, WGMMA_M) * 4
     sfb_offset = sfa_offset + c.num_stages * sfa_stage_bytes
@@ -194,7 +199,7 @@ def resources(config: GemmConfig, d_dtype: str = "bf16") -> Resources:
         sfa_offset=sfa_offset,
         sfb_offset=sfb_offset,
         barrier_offset=barrier_offset,
-        smem_bytes=barrier_offset + c.num_stages * 16,
+        smem_bytes=barrier_offset + (c.num_stages + 1) * 16,
         a_box=(BLOCK_K, c.block_m // c.cluster_n),
         b_box=(BLOCK_K, b_rows),
         d_box=(d_cols, d_rows),
@@ -205,9 +210,10 @@ def resources(config: GemmConfig, d_dtype: str = "bf16") -> Resources:
 
 
 def grid_size(problem: GemmProblem, config: GemmConfig, device: Device) -> int:
-    """CTAs to launch: one per SM of the budget or per tile, whichever is fewer, in whole clusters."""
-    sms = min(problem.num_sms or device.num_sms, device.num_sms)
-    clusters = max(1, sms // config.cluster_size)
+    """CTAs to launch, in whole clusters: what the SM budget can hold at a time, at most one a tile."""
+    clusters = device.max_clusters(config.cluster_size)
+    if problem.num_sms:
+        clusters = max(1, min(clusters, problem.num_sms // config.cluster_size))
     m_clusters = ceil_div(ceil_div(problem.m, config.block_m), config.cluster_m)
     n_clusters = ceil_div(ceil_div(problem.n, config.block_n), config.cluster_n)
     return min(clusters, m_clusters * n_clusters) * config.cluster_size
@@ -215,7 +221,9 @@ def grid_size(problem: GemmProblem, config: GemmConfig, device: Device) -> int:
 
 def why_invalid(problem: GemmProblem, config: GemmConfig, device: Device) -> Invalid | None:
     """The first rule that forbids this configuration, or None when it is valid."""
-    return _why_not_a_kernel(config, problem.d_dtype, device) or _why_not_for(problem, config, device)
+    return _why_not_a_kernel(config, problem.d_dtype, device) or _why_not_for(
+        problem, config, device
+    )
 
 
 def _why_not_a_kernel(c: GemmConfig, d_dtype: str, device: Device) -> Invalid | None:
@@ -227,9 +235,13 @@ def _why_not_a_kernel(c: GemmConfig, d_dtype: str, device: Device) -> Invalid | 
     if not 2 <= c.num_stages <= MAX_STAGES:
         return Invalid("num_stages", f"num_stages={c.num_stages}: expected 2 to {MAX_STAGES}")
     if c.num_math_warpgroups not in REGISTER_SPLIT:
-        return Invalid("num_math_warpgroups", f"num_math_warpgroups={c.num_math_warpgroups}: expected 1 to 3")
+        return Invalid(
+            "num_math_warpgroups", f"num_math_warpgroups={c.num_math_warpgroups}: expected 1 to 3"
+        )
     if c.num_accumulators not in (1, 2):
-        return Invalid("num_accumulators", f"num_accumulators={c.num_accumulators}: expected 1 or 2")
+        return Invalid(
+            "num_accumulators", f"num_accumulators={c.num_accumulators}: expected 1 or 2"
+        )
     if c.raster_along not in RASTER_ALONG:
         return Invalid("raster_along", f"raster_along={c.raster_along!r}: expected m or n")
     if c.raster_group < 1:
@@ -256,9 +268,13 @@ def _why_cluster_invalid(c: GemmConfig) -> Invalid | None:
             f"cluster {c.cluster_m}x{c.cluster_n}, split_k={c.split_k}: expected 1 to {MAX_CLUSTER} CTAs",
         )
     if c.split_k > 1 and c.cluster_m * c.cluster_n > 1:
-        return Invalid("split_k_cluster", "split_k forms the cluster: cluster_m and cluster_n must be 1")
+        return Invalid(
+            "split_k_cluster", "split_k forms the cluster: cluster_m and cluster_n must be 1"
+        )
     if c.split_k > 1 and c.block_m > WGMMA_M:
-        return Invalid("split_k_block_m", f"split_k={c.split_k} with block_m={c.block_m}: at most 64 rows")
+        return Invalid(
+            "split_k_block_m", f"split_k={c.split_k} with block_m={c.block_m}: at most 64 rows"
+        )
     if c.block_m % (8 * c.cluster_n):
         return Invalid(
             "cluster_slices",
@@ -271,12 +287,16 @@ def _why_too_large(c: GemmConfig, d_dtype: str, device: Device) -> Invalid | Non
     r = resources(c, d_dtype)
     if c.num_accumulators == 2 and r.num_waves != 1:
         return Invalid("accumulators_waves", "num_accumulators=2 needs 64 rows a math warpgroup")
-    need = (c.block_n // 2) * (r.num_waves + c.num_accumulators) + MATH_OVERHEAD_REGISTERS
+    overhead = MATH_OVERHEAD_REGISTERS + WAVE_OVERHEAD_REGISTERS * (r.num_waves - 1)
+    need = (c.block_n // 2) * (r.num_waves + c.num_accumulators) + overhead
     if need > r.math_registers:
-        return Invalid("registers", f"about {need} registers a math thread: {r.math_registers} available")
+        return Invalid(
+            "registers", f"about {need} registers a math thread: {r.math_registers} available"
+        )
     if r.smem_bytes > device.smem_per_block:
         return Invalid(
-            "smem_bytes", f"{r.smem_bytes} bytes of shared memory: the device has {device.smem_per_block}"
+            "smem_bytes",
+            f"{r.smem_bytes} bytes of shared memory: the device has {device.smem_per_block}",
         )
     return None
 

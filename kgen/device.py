@@ -26,6 +26,14 @@ class Device:
     fp8_tflops: float
     driver_version: str = ""
     measured: bool = False
+    clusters_by_size: tuple[tuple[int, int], ...] = ()
+
+    def max_clusters(self, size: int) -> int:
+        """Clusters of `size` CTAs, one CTA an SM, that can be resident at a time.
+
+        Not num_sms / size: a cluster must fit one GPC, and GPCs differ in how many SMs are left on.
+        """
+        return dict(self.clusters_by_size).get(size, max(1, self.num_sms // size))
 
     @property
     def is_hopper(self) -> bool:
@@ -44,4 +52,5 @@ H200 = Device(
     dram_gbps=4000.0,
     sm_clock_mhz=1755.0,
     fp8_tflops=1702.0,
+    clusters_by_size=((1, 132), (2, 66), (4, 30), (8, 15)),
 )

@@ -59,9 +59,13 @@ class GemmProblem:
             if not low <= value <= MAX_EXTENT:
                 raise UsageError(f"{name}={value}: expected {low} to {MAX_EXTENT}")
         if self.n % 8:
-            raise UsageError(f"n={self.n}: the kernel needs a multiple of 8; pad N to {round_up(self.n, 8)}")
+            raise UsageError(
+                f"n={self.n}: the kernel needs a multiple of 8; pad N to {round_up(self.n, 8)}"
+            )
         if self.k % 16:
-            raise UsageError(f"k={self.k}: TMA needs a multiple of 16; pad K to {round_up(self.k, 16)}")
+            raise UsageError(
+                f"k={self.k}: TMA needs a multiple of 16; pad K to {round_up(self.k, 16)}"
+            )
         if self.kind == "dense" and self.groups != 1:
             raise UsageError(f"groups={self.groups}: a dense problem has one group")
 

@@ -26,12 +26,13 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives at the same barrier of another CTA of the cluster.
+// Arrives at the same barrier of another CTA of the cluster. It says that this thread is done reading;
+// it does not publish writes (.release.cluster would, by a fence over the whole device).
 __device__ __forceinline__ void mbarrier_arrive_remote(u32 barrier, u32 cta) {
     asm volatile(
         "{\n.reg .b32 remote;\n"
         "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
         "r"(cta)
         : "memory");
 }
@@ -142,9 +143,11 @@ __device__ __forceinline__ u32 cluster_cta_rank() {
     return rank;
 }
 
+// Orders nothing but the barrier initialisation that mbarrier_init_fence released: a releasing arrival
+// costs a fence over the whole device.
 __device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+    asm volatile("barrier.cluster.wait;" ::: "memory");
 }
 
 // Shared memory of another CTA of the cluster.
@@ -154,9 +157,19 @@ __device__ __forceinline__ u32 cluster_address(u32 address, u32 cta) {
     return remote;
 }
 
-__device__ __forceinline__ float4 load_cluster_float4(u32 address) {
+// Sixteen bytes into another CTA of the cluster, counted by a barrier there once they have landed.
+__device__ __forceinline__ void send_float4(u32 remote_address, u32 remote_barrier, float x, float y, float z,
+                                            float w) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(
+            remote_address),
+        "r"(remote_barrier), "f"(x), "f"(y), "f"(z), "f"(w)
+        : "memory");
+}
+
+__device__ __forceinline__ float4 load_shared_float4(u32 address) {
     float4 v;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                  : "r"(address)
                  : "memory");
