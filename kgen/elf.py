@@ -14,8 +14,10 @@ from kgen.errors import SassError
 
 #: e_machine of CUDA cubins.
 EM_CUDA: Final = 190
-_SHT_NOBITS: Final = 8
+_SHT_PROGBITS: Final = 1
 _SHT_SYMTAB: Final = 2
+_SHT_NOBITS: Final = 8
+_TEXT: Final = ".text."
 _HEADER: Final = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION: Final = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL: Final = struct.Struct("<IBBHQQ")
@@ -52,7 +54,7 @@ def sections(cubin: bytes) -> list[Section]:
     """All sections of a cubin, in file order; raises SassError for anything that is not one."""
     try:
         return _read_sections(cubin)
-    except (struct.error, IndexError, UnicodeDecodeError) as error:
+    except (struct.error, IndexError, ValueError) as error:
         raise SassError(f"cubin of {len(cubin)} bytes: cut off or corrupt ({error})") from error
 
 
@@ -76,15 +78,23 @@ def _c_string(data: bytes, offset: int) -> str:
     return data[offset : data.index(b"\0", offset)].decode("utf-8")
 
 
+def code_sections(cubin: bytes) -> list[Section]:
+    """The sections that hold kernels; raises SassError when there is none."""
+    found = [s for s in sections(cubin) if s.name.startswith(_TEXT) and s.kind == _SHT_PROGBITS]
+    if not found:
+        raise SassError("the cubin has no code")
+    return found
+
+
 def kernel_facts(cubin: bytes, entry: str) -> KernelFacts:
     """Resources of the kernel named `entry`; raises SassError when the cubin has no such kernel."""
     found = {s.name: s for s in sections(cubin)}
-    if f".text.{entry}" not in found:
-        have = [n[len(".text.") :] for n in found if n.startswith(".text.")]
+    if _TEXT + entry not in found:
+        have = [name.removeprefix(_TEXT) for name in found if name.startswith(_TEXT)]
         raise SassError(f"no kernel {entry!r} in the cubin: it has {', '.join(have) or 'none'}")
     try:
         values = _info_values(cubin, found, entry)
-    except (struct.error, IndexError) as error:
+    except (struct.error, IndexError, ValueError) as error:
         raise SassError(f"cubin of {len(cubin)} bytes: corrupt .nv.info ({error})") from error
     if _EIATTR_REGCOUNT not in values:
         raise SassError(f"kernel {entry!r}: the cubin does not state its registers")

@@ -23,10 +23,10 @@ PACKAGE = ROOT / "kgen"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors settings",),
     ("problem device config shapes",),
-    ("space heuristic", "cache.keys", "cache.records", "reference quant cases"),
+    ("space heuristic", "cache.keys", "cache.records", "reference quant cases", "elf"),
     (
         "render",
-        "elf nvcc nvrtc toolchain compiler",
+        "nvcc nvrtc toolchain compiler",
         "sass",
         "disasm",
         "cache.artifacts",
