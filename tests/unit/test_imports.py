@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("build", "verify", "runtime.lookup"),
     (
-        "measure",
+        "clocks measure",
         "search.strategy",
         "search.events",
         "search.stop search.child search.gpu_lock",
