@@ -31,9 +31,12 @@ class Device:
     def max_clusters(self, size: int) -> int:
         """Clusters of `size` CTAs, one CTA an SM, that can be resident at a time.
 
-        Not num_sms / size: a cluster must fit one GPC, and GPCs differ in how many SMs are left on.
+        A cluster must fit one GPC, and GPCs differ in how many SMs are left on: where the count was
+        not asked of the driver, clusters above 2 find the share of SMs that they find on an H200
+        (120 of 132).
         """
-        return dict(self.clusters_by_size).get(size, max(1, self.num_sms // size))
+        usable = self.num_sms if size <= 2 else self.num_sms * 10 // 11
+        return dict(self.clusters_by_size).get(size, max(1, usable // size))
 
     @property
     def is_hopper(self) -> bool:

@@ -27,6 +27,8 @@ TENSOR_MAP_BYTES: Final = 128
 NOT_INITIALIZED: Final = 3
 INVALID_CONTEXT: Final = 201
 INVALID_HANDLE: Final = 400
+#: CUDA_ERROR_INVALID_CLUSTER_SIZE
+INVALID_CLUSTER: Final = 912
 #: Results after which every later call in the process fails: the context is gone.
 FATAL_RESULTS: Final = frozenset(
     {4, 46, 214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 911, 999}
@@ -91,7 +93,7 @@ class AlignedBuffer:
 def _after_fork() -> None:
     # A child can use nothing that its parent got from the driver: each way in must ask anew.
     _Process.forked = _Process.forked or _api.cache_info().currsize > 0
-    for cached in (device_facts, _primary_context, encode_tensor_map, launch):
+    for cached in (device_facts, _primary_context, _occupancy, encode_tensor_map, launch):
         cached.cache_clear()
 
 
@@ -243,6 +245,30 @@ def load_function(image: bytes, entry: str, smem_bytes: int, ordinal: int) -> tu
     return int(module), int(function)
 
 
+def max_active_clusters(
+    function: int, size: int, threads: int, smem_bytes: int, ordinal: int
+) -> int:
+    """Clusters of `size` CTAs of a kernel that the device can hold at a time.
+
+    Raises DriverError when there is room for none, or the driver refuses.
+    """
+    attribute = cluster_attribute(size)
+    config = LaunchConfig()
+    config.grid[:], config.block[:] = (size, 1, 1), (threads, 1, 1)
+    config.smem_bytes = smem_bytes
+    config.attributes, config.num_attributes = ctypes.addressof(attribute), 1
+    count = ctypes.c_int()
+    with current_device(ordinal):
+        code = _occupancy()(ctypes.addressof(count), function, ctypes.addressof(config))
+    if code:
+        raise_for(code, f"clusters of {size} CTAs with {smem_bytes} bytes of shared memory")
+    if count.value < 1:
+        raise DriverError(
+            f"no room for a cluster of {size} CTAs on cuda:{ordinal}", INVALID_CLUSTER
+        )
+    return count.value
+
+
 def unload(module: int, ordinal: int) -> None:
     """Unload a module that no launch, pending or captured, still uses."""
     cuda = api()
@@ -261,6 +287,12 @@ def _driver_call(name: str, *types: Any) -> Callable[..., int]:
     # CFUNCTYPE lets go of the GIL: a launch blocks while the stream's queue is full.
     function: Callable[..., int] = ctypes.CFUNCTYPE(ctypes.c_int, *types)(int(pointer))
     return function
+
+
+@cache
+def _occupancy() -> Callable[..., int]:
+    pointers = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    return _driver_call("cuOccupancyMaxActiveClusters", *pointers)
 
 
 @cache

@@ -2,29 +2,30 @@
 
 Takes cubin bytes, its configuration and torch tensors that the kernel can read as they are; gives
 launches. Packs GemmArgs, the kernel's one argument; kgen/templates/gemm.cu.j2 declares the same
-576 bytes. Must not import cache, build or search.
+640 bytes. Must not import cache, build or search.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 
 from kgen.config import GemmConfig, Resources, grid_size, resources
 from kgen.errors import DriverError, LaunchError, UnsupportedInput
-from kgen.problem import D_DTYPE_BYTES, SCALE_BLOCK, GemmProblem, ceil_div
+from kgen.problem import D_DTYPE_BYTES, SCALE_BLOCK, GemmProblem, ceil_div, round_up
 from kgen.runtime import driver
 from kgen.runtime.driver import AlignedBuffer, LaunchConfig
 from kgen.runtime.tma import TensorMap
 
-ARGS_BYTES: Final = 576
+ARGS_BYTES: Final = 640
 MAP_A, MAP_B, MAP_D, MAP_SFA, TAIL = 0, 128, 256, 384, 512
-#: sfa, sfb, sfa_stride_m, sfa_stride_k, sfb_stride_n, sfb_stride_k, m, n, k, sfa_direct
-_TAIL: Final = struct.Struct("<2Q4q4I")
+#: sfa, sfb, sfa_stride_m, sfa_stride_k, sfb_stride_n, sfb_stride_k, m, n, k, sfa_direct, d,
+#: d_stride_m
+_TAIL: Final = struct.Struct("<2Q4q4IQq")
 TORCH_D_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: Streams a launch remembers; programs use a few, and a forgotten one is only made again.
 _MAX_STREAMS: Final = 64
@@ -102,15 +103,16 @@ class Operands:
     def _tail(self) -> bytes:
         s, t = self.sfa, self.sfb
         strides = (s.row_stride, s.col_stride, t.row_stride, t.col_stride)
-        sizes = (self.a.rows, self.b.rows, self.a.cols)
-        return _TAIL.pack(s.address, t.address, *strides, *sizes, int(self.sfa_direct))
+        sizes = (self.a.rows, self.d.cols, self.a.cols)
+        d = (self.d.address, self.d.row_stride)
+        return _TAIL.pack(s.address, t.address, *strides, *sizes, int(self.sfa_direct), *d)
 
 
 def operands(tensors: tuple[torch.Tensor, ...], d_dtype: str) -> Operands:
     """The matrices behind (a, sfa, b, sfb, d); raises UnsupportedInput naming what does not fit.
 
     a [M, K] and b [N, K] E4M3, sfa [M, ceil(K/128)] and sfb [ceil(N/128), ceil(K/128)] FP32,
-    d [M, N] of `d_dtype`.
+    d of `d_dtype` [M, N rounded up to a multiple of 8]: rows of B that are not there read as zero.
     """
     a, sfa, b, sfb, d = tensors
     o = Operands(*(Matrix.of(tensor) for tensor in tensors))
@@ -121,7 +123,7 @@ def operands(tensors: tuple[torch.Tensor, ...], d_dtype: str) -> Operands:
         ("sfa", sfa, torch.float32, (o.a.rows, blocks)),
         ("b", b, e4m3, (o.b.rows, o.a.cols)),
         ("sfb", sfb, torch.float32, (ceil_div(o.b.rows, SCALE_BLOCK), blocks)),
-        ("d", d, d_torch, (o.a.rows, o.b.rows)),
+        ("d", d, d_torch, (o.a.rows, round_up(o.b.rows, 8))),
     )
     for name, tensor, dtype, shape in expected:
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
@@ -210,6 +212,11 @@ class Kernel:
         self.ordinal = ordinal
         self.resources = resources(config, d_dtype)
         self.device = driver.device_facts(ordinal)
+        size = config.cluster_size
+        if size > 1:
+            threads, smem_bytes = self.resources.threads, self.resources.smem_bytes
+            count = driver.max_active_clusters(function, size, threads, smem_bytes, ordinal)
+            self.device = replace(self.device, clusters_by_size=((size, count),))
 
     @classmethod
     def load(
@@ -229,11 +236,11 @@ class Kernel:
         smem_bytes = resources(config, d_dtype).smem_bytes
         try:
             module, function = driver.load_function(cubin, entry, smem_bytes, ordinal)
+            return cls(module, function, entry, config, d_dtype, ordinal)
         except DriverError as error:
             if error.fatal or error.code == 0:
                 raise
             raise LaunchError(_load_message(error, made_by, ordinal)) from error
-        return cls(module, function, entry, config, d_dtype, ordinal)
 
     def prepare(
         self,
@@ -254,7 +261,7 @@ class Kernel:
         if o.a.rows == 0:
             return Launch(self, args, 0)
         problem = GemmProblem(
-            "dense", o.a.rows, o.b.rows, o.a.cols, d_dtype=self.d_dtype, num_sms=num_sms
+            "dense", o.a.rows, o.d.cols, o.a.cols, d_dtype=self.d_dtype, num_sms=num_sms
         )
         o.pack_into(args, self.resources, self.d_dtype)
         return Launch(self, args, grid_size(problem, self.config, self.device))

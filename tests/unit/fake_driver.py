@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 P, U = ctypes.c_void_p, ctypes.c_uint32
 ENCODE_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, P, U, U, P, P, P, P, P, U, U, U, U)
 LAUNCH_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, P, P, P, P)
+OCCUPANCY_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, P, P, P)
+OCCUPANCY_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, P, P, P)
 
 
 class CUresult(IntEnum):
@@ -22,6 +24,7 @@ class CUresult(IntEnum):
     CUDA_ERROR_UNSUPPORTED_PTX_VERSION = 222
     CUDA_ERROR_INVALID_HANDLE = 400
     CUDA_ERROR_ILLEGAL_ADDRESS = 700
+    CUDA_ERROR_INVALID_CLUSTER_SIZE = 912
 
 
 class Enum:
@@ -63,6 +66,11 @@ class FakeDriver:
         self.current: list[int] = []
         self._encode = ENCODE_TYPE(self._encode_2d)
         self._launch = LAUNCH_TYPE(self._launch_kernel)
+        self._occupancy = OCCUPANCY_TYPE(self._max_active_clusters)
+        self.clusters = {2: 66, 4: 30, 8: 15}
+        #: Clusters that fit, by size, as seen on an H200 with 200 KB of shared memory a CTA.
+        self.clusters = {2: 66, 4: 30, 8: 15}
+        self._occupancy = OCCUPANCY_TYPE(self._max_clusters)
 
     def cuInit(self, flags: int) -> tuple[int]:
         return (0,)
@@ -105,7 +113,11 @@ class FakeDriver:
         return (0,)
 
     def cuGetProcAddress(self, name: bytes, version: int, flags: int) -> tuple[int, int, int]:
-        function = {b"cuTensorMapEncodeTiled": self._encode, b"cuLaunchKernelEx": self._launch}
+        function: dict[bytes, Any] = {
+            b"cuTensorMapEncodeTiled": self._encode,
+            b"cuLaunchKernelEx": self._launch,
+            b"cuOccupancyMaxActiveClusters": self._occupancy,
+        }
         pointer = ctypes.cast(function[name], P).value
         assert pointer
         return 0, pointer, 0
@@ -131,6 +143,18 @@ class FakeDriver:
         ctypes.memset(target, len(self.maps), 128)
         return self.encode_result
 
+    def _max_clusters(self, count: int, function: int, config: int) -> int:
+        attributes = words(config + 32, 2)[1]
+        size = words(attributes, 5, U)[2]
+        ctypes.c_int.from_address(count).value = self.clusters[size]
+        return 0
+
+    def _max_active_clusters(self, count: int, function: int, config: int) -> int:
+        (attributes,) = words(config + 40, 1)
+        size = words(attributes, 3, U)[2]
+        ctypes.c_int.from_address(count).value = self.clusters.get(size, 0)
+        return 0
+
     def _launch_kernel(self, config: int, function: int, params: int, extra: int | None) -> int:
         words32 = words(config, 14, U)
         stream, attributes = words(config + 32, 2)
@@ -145,7 +169,7 @@ class FakeDriver:
                 attributes=[words(attributes + 72 * i, 5, U) for i in range(count)],
                 function=function,
                 argument=argument,
-                args=ctypes.string_at(argument, 576),
+                args=ctypes.string_at(argument, 640),
                 extra=extra,
                 context=self.current[-1:],
             )

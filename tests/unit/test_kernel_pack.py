@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.unit.fake_driver import FakeDriver
 from tests.unit.test_tma import forget
 
 CONFIG = GemmConfig(block_m=128, block_n=112, num_stages=4)
-TAIL = struct.Struct("<QQqqqqIIII")
+TAIL = struct.Struct("<QQqqqqIIIIQq48x")
 
 
 @pytest.fixture
@@ -54,14 +55,14 @@ def load(config: GemmConfig = CONFIG, d_dtype: str = "bf16") -> Kernel:
 
 
 def tail(args: bytes) -> SimpleNamespace:
-    names = ["sfa", "sfb", "sfa_m", "sfa_k", "sfb_n", "sfb_k", "m", "n", "k", "direct"]
-    return SimpleNamespace(**dict(zip(names, TAIL.unpack(args[512:]), strict=True)))
+    names = ["sfa", "sfb", "sfa_m", "sfa_k", "sfb_n", "sfb_k", "m", "n", "k", "direct", "d", "d_m"]
+    return SimpleNamespace(**dict(zip(names, TAIL.unpack_from(args, 512), strict=True)))
 
 
 def test_args_hold_what_the_kernel_reads(fake: FakeDriver) -> None:
     t = tensors(130, 2112, 7168)
     launch = load().prepare(**t)
-    assert len(launch.args) == ARGS_BYTES == 512 + TAIL.size
+    assert len(launch.args) == ARGS_BYTES == 512 + TAIL.size + 48
     r = resources(CONFIG, "bf16")
     a, b, d, s = fake.maps
     assert [m.target - a.target for m in fake.maps] == [0, 128, 256, 384]
@@ -82,7 +83,10 @@ def test_args_hold_what_the_kernel_reads(fake: FakeDriver) -> None:
     f = tail(args)
     assert (f.sfa, f.sfb) == (t["sfa"].data_ptr(), t["sfb"].data_ptr())
     assert (f.sfa_m, f.sfa_k, f.sfb_n, f.sfb_k) == (1, 132, 56, 1)
+    assert (f.d, f.d_m) == (t["d"].data_ptr(), 2112)
     assert (f.m, f.n, f.k, f.direct) == (130, 2112, 7168, 0)
+    assert (f.d, f.d_m) == (t["d"].data_ptr(), 2112)
+    assert launch.args[592:] == b"\0" * 48
 
 
 @pytest.mark.parametrize(("d_dtype", "kind", "size"), [("fp16", 6, 2), ("fp32", 7, 4)])
@@ -153,12 +157,41 @@ def test_the_launch_has_the_grid_of_the_actual_rows(fake: FakeDriver) -> None:
     assert kernel.prepare(**tensors(4096, 2112, 512), num_sms=20).grid == 20
 
 
+def test_a_grid_is_no_larger_than_the_clusters_that_fit(fake: FakeDriver) -> None:
+    config = GemmConfig(block_m=64, block_n=64, num_math_warpgroups=1, split_k=4)
+    kernel = load(config)
+    assert kernel.prepare(**tensors(64, 7168, 512)).grid == 4 * 30
+    fake.clusters[8] = 0
+    with pytest.raises(LaunchError, match="no room for a cluster of 8"):
+        load(replace(config, split_k=8))
+
+
 def test_clusters_are_asked_for(fake: FakeDriver) -> None:
     config = GemmConfig(block_m=64, block_n=64, num_math_warpgroups=1, split_k=4)
     launch = load(config).prepare(**tensors(16, 576, 7168))
     launch.run(0)
     assert fake.launches[0].attributes == [[4, 0, 4, 1, 1]]
     assert fake.launches[0].grid == [9 * 4, 1, 1]
+
+
+def test_the_grid_is_of_clusters_that_fit(fake: FakeDriver) -> None:
+    config = GemmConfig(block_m=64, block_n=64, num_math_warpgroups=1, split_k=4)
+    assert load(config).prepare(**tensors(16, 4096, 7168)).grid == 30 * 4
+    fake.clusters = {4: 3}
+    assert load(config).prepare(**tensors(16, 4096, 7168)).grid == 3 * 4
+    fake.clusters = {}
+    with pytest.raises(LaunchError, match="no room for a cluster of 4 CTAs"):
+        load(config)
+
+
+def test_columns_of_a_short_b_are_padded_by_tma(fake: FakeDriver) -> None:
+    t = {**tensors(16, 573, 512), "d": aligned(16, 576, torch.bfloat16)}
+    f = tail(load().prepare(**t).args)
+    assert fake.maps[1].dims == [512, 573]
+    assert fake.maps[2].dims == [576, 16]
+    assert f.n == 576
+    with pytest.raises(UnsupportedInput, match=r"expected torch.bfloat16\[16, 576\]"):
+        load().prepare(**tensors(16, 573, 512))
 
 
 def test_no_rows_no_launch(fake: FakeDriver) -> None:

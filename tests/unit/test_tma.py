@@ -23,8 +23,10 @@ def forget() -> None:
     for cached in (
         driver.device_facts,
         driver._primary_context,
+        driver._occupancy,
         driver.encode_tensor_map,
         driver.launch,
+        driver._occupancy,
     ):
         cached.cache_clear()
 
