@@ -98,7 +98,7 @@ def _packages(settings: Settings) -> Iterator[Finding]:
 
 
 def _compilers(settings: Settings) -> Iterator[Finding]:
-    from kgen.compiler import default_compiler, search_compilers
+    from kgen.toolchain import default_compiler, search_compilers
 
     search = search_compilers(settings)
     for compiler in search.found:
@@ -106,10 +106,20 @@ def _compilers(settings: Settings) -> Iterator[Finding]:
     for text in search.missing:
         yield Finding("compiler", ABSENT, text)
     try:
-        yield Finding("compiler used", FOUND, default_compiler(settings).id)
+        yield Finding("compiler used", FOUND, default_compiler(settings, driver_cuda()).id)
     except KgenError as error:
         fix = "pip install 'cuda-python[all]', or set KGEN_COMPILER to one that was found"
         yield Finding("compiler used", BROKEN, str(error), fix)
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """The CUDA version (major, minor) that the GPU's driver serves, or None without one."""
+    from kgen.runtime.driver import driver_version
+
+    try:
+        return driver_version()
+    except KgenError:
+        return None
 
 
 def _disassembler(settings: Settings) -> Iterator[Finding]:
@@ -167,18 +177,18 @@ def _database(settings: Settings) -> Iterator[Finding]:
     from kgen.cache.db import TuningDatabase
 
     url = settings.db_url
-    fix = "move the file away, or set --db or KGEN_DB to another one"
     path = Path(url.removeprefix("sqlite:///"))
     if url.startswith("sqlite:///") and not path.exists():
         reason = why_not_writable(path.parent)
         state, what = (BROKEN, reason) if reason else (FOUND, "not made yet")
-        yield Finding("database", state, f"{path} ({what})", fix if reason else "")
+        fix = "set --db or KGEN_DB to a place that you may write" if reason else ""
+        yield Finding("database", state, f"{path} ({what})", fix)
         return
     try:
         with closing(TuningDatabase.open(url, create=False, readonly=True)) as database:
             yield Finding("database", FOUND, f"{database.where}: {_trials(database.counts())}")
     except KgenError as error:
-        yield Finding("database", BROKEN, str(error), fix)
+        yield Finding("database", BROKEN, str(error))
 
 
 def _trials(counts: dict[str, int]) -> str:

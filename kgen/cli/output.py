@@ -1,6 +1,6 @@
 """What the subcommands print: data on stdout, everything else on stderr.
 
-Takes plain values; the only module that knows rich, which is imported when first used.
+Takes plain values. Rich is imported when a terminal first needs it.
 """
 
 from __future__ import annotations
@@ -9,13 +9,10 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-#: Columns of a table that no terminal limits: nothing is cut or wrapped in a file or a pipe.
-UNLIMITED: Final = 10_000
+    from rich.console import Console, JustifyMethod
 
 
 def complain(message: str) -> None:
@@ -45,27 +42,51 @@ def table(
     title: str = "",
     text_columns: Sequence[int] = (0,),
 ) -> None:
-    """A table on stdout; columns not in `text_columns` hold figures and stand to the right."""
+    """A table on stdout; columns not in `text_columns` hold figures and stand to the right.
+
+    A terminal gets colours and wrapped cells, anything else whole lines of aligned columns.
+    """
+    if sys.stdout.isatty():
+        _print_rich(headings, rows, title, text_columns)
+        return
+    lines = [list(headings), *map(list, rows)] if any(headings) else [list(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    if title:
+        data(title)
+    for line in lines:
+        cells = [
+            cell.ljust(width) if index in text_columns else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        data("  ".join(cells).rstrip())
+
+
+def _print_rich(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    title: str,
+    text_columns: Sequence[int],
+) -> None:
     from rich.table import Table
     from rich.text import Text
 
     grid = Table(title=Text(title) if title else None, title_justify="left", box=None)
     grid.pad_edge = False
-    grid.padding = (0, 2, 0, 0)
+    grid.show_header = any(headings)
     for index, heading in enumerate(headings):
         text = index in text_columns
-        grid.add_column(Text(heading), justify="left" if text else "right", no_wrap=not text)
+        justify: JustifyMethod = "left" if text else "right"
+        grid.add_column(Text(heading), justify=justify, no_wrap=not text, overflow="fold")
     for row in rows:
         grid.add_row(*(Text(cell) for cell in row))
     console(sys.stdout).print(grid)
 
 
 def console(stream: Any) -> Console:
-    """A rich console on a stream: colours and the window's width on a terminal, else plain."""
+    """A rich console on a terminal: it takes the window's width, and no colours if NO_COLOR."""
     from rich.console import Console
 
-    terminal = stream.isatty()
-    return Console(file=stream, width=None if terminal else UNLIMITED, highlight=False)
+    return Console(file=stream, highlight=False)
 
 
 def log_to_stderr(level: str) -> None:

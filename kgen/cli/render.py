@@ -6,6 +6,7 @@ Takes a problem and axis values, gives the source on stdout.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kgen.cli.arguments import OK, PROBLEM_HELP, Commands, add_command, add_json
@@ -18,9 +19,8 @@ if TYPE_CHECKING:
     from kgen.problem import GemmProblem
 
 MORE = """\
-Starts from the configuration that the analytic model puts first on an H200 and applies --set.
-Without --set the source is that of the model's choice. An axis value that the kernel can not
-have is refused with the reason."""
+Of the configurations with the values of --set, the one that the analytic model puts first on an
+H200 is printed. Values that no valid configuration has are refused with the reason."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -41,13 +41,11 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Print the source; raises UsageError for an unknown axis or an invalid configuration."""
-    from kgen.device import H200
-    from kgen.heuristic import default_config
     from kgen.render import render
     from kgen.shapes import parse_problem
 
     problem = parse_problem(args.problem)
-    config = with_values(problem, default_config(problem, H200), args.set)
+    config = with_values(problem, args.set)
     source = render(problem, config)
     if args.json:
         data_json(
@@ -65,25 +63,42 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     return OK
 
 
-def with_values(problem: GemmProblem, base: GemmConfig, texts: list[str]) -> GemmConfig:
-    """`base` with each "axis=value" applied; raises UsageError when the result is not valid."""
-    from kgen.config import GemmConfig, why_invalid
-    from kgen.device import H200
+def with_values(problem: GemmProblem, texts: list[str]) -> GemmConfig:
+    """The best ranked configuration that has each "axis=value"; raises UsageError for none.
 
-    if not texts:
-        return base
-    values = base.to_dict()
+    Values that the space leaves out replace those of the best ranked configuration they go with.
+    """
+    from kgen.config import why_invalid
+    from kgen.device import H200
+    from kgen.heuristic import rank
+
+    values = _values(texts)
+    ranked = rank(problem, H200)
+    for config in ranked:
+        if values.items() <= config.to_dict().items():
+            return config
+    changed = [replace(config, **values) for config in ranked]
+    for config in changed:
+        if why_invalid(problem, config, H200) is None:
+            return config
+    invalid = why_invalid(problem, changed[0], H200)
+    reason = invalid.reason if invalid else ""
+    raise UsageError(f"no valid configuration of {problem} has {' '.join(texts)}: {reason}")
+
+
+def _values(texts: list[str]) -> dict[str, Any]:
+    from kgen.config import GemmConfig
+
+    axes = GemmConfig().to_dict()
+    values = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise UsageError(f"--set {text!r}: expected AXIS=VALUE, such as block_n=152")
-        if name not in values:
-            raise UsageError(f"--set {text}: no such axis; expected one of {', '.join(values)}")
-        values[name] = _like(values[name], value, text)
-    config = GemmConfig.from_dict(values)
-    if invalid := why_invalid(problem, config, H200):
-        raise UsageError(f"{problem} with {' '.join(texts)}: {invalid.reason}")
-    return config
+        if name not in axes:
+            raise UsageError(f"--set {text}: no such axis; expected one of {', '.join(axes)}")
+        values[name] = _like(axes[name], value, text)
+    return values
 
 
 def _like(example: Any, value: str, text: str) -> Any:

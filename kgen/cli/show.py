@@ -150,7 +150,8 @@ def _source(chosen: Chosen, settings: Settings) -> str:
 
 
 def _ptx(chosen: Chosen, settings: Settings) -> str:
-    from kgen.compiler import default_compiler, ptx_source
+    from kgen.compiler import ptx_source
+    from kgen.toolchain import default_compiler
 
     return ptx_source(_source(chosen, settings), default_compiler(settings))
 
@@ -158,8 +159,8 @@ def _ptx(chosen: Chosen, settings: Settings) -> str:
 def _sass(chosen: Chosen, settings: Settings) -> str:
     from kgen.build import build
     from kgen.cache.artifacts import ArtifactStore
-    from kgen.compiler import default_compiler
     from kgen.disasm import disassemble
+    from kgen.toolchain import default_compiler
 
     store = ArtifactStore(settings.cache_dir)
     compiler = default_compiler(settings)

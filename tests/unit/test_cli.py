@@ -16,19 +16,20 @@ import pytest
 
 import kgen
 from kgen.cli import arguments, output
-from kgen.cli import tune as tune_command
 from kgen.cli.main import build_parser, main
 from kgen.cli.progress import Bars, PlainLines, outcome_of
 from kgen.config import GemmConfig
 from kgen.device import H200
 from kgen.problem import GemmProblem
 from kgen.search.events import (
+    DEFAULT_TRIALS,
     Notice,
     ProblemFinished,
     ProblemReport,
     ProblemStarted,
     RunStarted,
     TrialFinished,
+    TuneOptions,
     TuneReport,
     WorkerReplaced,
 )
@@ -90,9 +91,9 @@ def test_help_states_every_default(command: str) -> None:
 
 def test_defaults_in_help_are_the_real_ones() -> None:
     text = " ".join(parser_of("tune").format_help().split())
-    options = tune_command.TuneOptions()
+    options = TuneOptions()
     assert f"(default: {options.sampler})" in text
-    assert f"(default: {tune_command.DEFAULT_TRIALS}, or no limit" in text
+    assert f"(default: {DEFAULT_TRIALS}, or no limit" in text
     args = build_parser().parse_args(["tune", LINE])
     assert (args.sampler, args.finalists, args.seed) == ("tpe", options.finalists, options.seed)
     assert arguments.settings_of(args) == Settings.from_env()
@@ -241,13 +242,19 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 
 
 def tuned(**fields: Any) -> ProblemReport:
-    values = {"config": GemmConfig(), "median_us": 12.5, "p10_us": 12.0, "p90_us": 13.0}
+    values: dict[str, Any] = {
+        "config": GemmConfig(),
+        "median_us": 12.5,
+        "p10_us": 12.0,
+        "p90_us": 13.0,
+    }
     values |= {"error": 1.7e-3, "default_us": 15.0, "predicted_us": 11.0, "num_trials": 9}
     return ProblemReport(PROBLEM, 1.0, "tuned", **(values | fields))
 
 
 def report_of(*problems: ProblemReport, **fields: Any) -> TuneReport:
-    values = {"device": H200, "measured": True, "reason": "", "run_id": 1, "seconds": 3.0}
+    values: dict[str, Any] = {"device": H200, "measured": True, "reason": "", "run_id": 1}
+    values["seconds"] = 3.0
     return TuneReport(problems=problems, **(values | fields))
 
 
