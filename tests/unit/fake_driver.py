@@ -14,7 +14,6 @@ P, U = ctypes.c_void_p, ctypes.c_uint32
 ENCODE_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, P, U, U, P, P, P, P, P, U, U, U, U)
 LAUNCH_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, P, P, P, P)
 OCCUPANCY_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, P, P, P)
-OCCUPANCY_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, P, P, P)
 
 
 class CUresult(IntEnum):
@@ -67,10 +66,8 @@ class FakeDriver:
         self._encode = ENCODE_TYPE(self._encode_2d)
         self._launch = LAUNCH_TYPE(self._launch_kernel)
         self._occupancy = OCCUPANCY_TYPE(self._max_active_clusters)
-        self.clusters = {2: 66, 4: 30, 8: 15}
         #: Clusters that fit, by size, as seen on an H200 with 200 KB of shared memory a CTA.
         self.clusters = {2: 66, 4: 30, 8: 15}
-        self._occupancy = OCCUPANCY_TYPE(self._max_clusters)
 
     def cuInit(self, flags: int) -> tuple[int]:
         return (0,)
@@ -142,12 +139,6 @@ class FakeDriver:
         # A map that says which it is: 128 bytes of the call's number.
         ctypes.memset(target, len(self.maps), 128)
         return self.encode_result
-
-    def _max_clusters(self, count: int, function: int, config: int) -> int:
-        attributes = words(config + 32, 2)[1]
-        size = words(attributes, 5, U)[2]
-        ctypes.c_int.from_address(count).value = self.clusters[size]
-        return 0
 
     def _max_active_clusters(self, count: int, function: int, config: int) -> int:
         (attributes,) = words(config + 40, 1)

@@ -62,7 +62,7 @@ def tail(args: bytes) -> SimpleNamespace:
 def test_args_hold_what_the_kernel_reads(fake: FakeDriver) -> None:
     t = tensors(130, 2112, 7168)
     launch = load().prepare(**t)
-    assert len(launch.args) == ARGS_BYTES == 512 + TAIL.size + 48
+    assert len(launch.args) == ARGS_BYTES == 512 + TAIL.size
     r = resources(CONFIG, "bf16")
     a, b, d, s = fake.maps
     assert [m.target - a.target for m in fake.maps] == [0, 128, 256, 384]
