@@ -32,6 +32,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cache.artifacts",
         "cache.liveness cache.sqlite cache.rows cache.schema cache.connect cache.db",
         "runtime.driver runtime.tma runtime.kernel",
+        "runtime.operands",
+        "runtime.stats",
     ),
     ("build", "verify", "runtime.lookup"),
     (
@@ -43,7 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "search.plan search.gpu_worker search.compile_pool search.run search.session "
         "search.offline search.campaign search.tune",
-        "runtime.gemm",
+        "runtime.dispatch runtime.gemm",
         "bench",
     ),
     (),  # nn, compat, serve: to come
@@ -71,6 +73,8 @@ THIRD_PARTY: dict[str, set[str]] = {
     "measure": {"torch"},
     "search.strategy": {"optuna"},
     "search.gpu_worker": {"torch"},
+    "runtime.operands": {"torch"},
+    "runtime.dispatch": {"torch"},
     "runtime.gemm": {"torch"},
     "bench": {"torch"},
     "cli": {"rich"},
@@ -84,6 +88,7 @@ NEVER_REACHED: dict[str, set[str]] = {
     "render": {"torch", "cuda", "optuna", "sqlalchemy"},
     "compiler": {"torch", "jinja2", "optuna", "sqlalchemy", "kgen.cache", "kgen.runtime"},
     "runtime.kernel": {"optuna", "sqlalchemy", "jinja2", "kgen.cache", "kgen.build", "kgen.search"},
+    "runtime.dispatch": {"optuna", "kgen.search", "kgen.verify", "kgen.measure", "kgen.bench"},
     "runtime.gemm": {"optuna", "kgen.search", "kgen.verify", "kgen.measure", "kgen.bench"},
     "search.strategy": {"kgen.build", "kgen.verify", "kgen.measure", "kgen.cache", "torch"},
     "search.events": {"torch", "cuda", "optuna", "sqlalchemy"},
