@@ -266,7 +266,9 @@ class TuningDatabase:
         """Close runs whose process is gone (killed, or a machine that went away); gives them."""
         stale = [run for run in self.runs() if run.state == "running" and _is_dead(run)]
         for run in stale:
-            self._close_run(run.id, "killed", runs.c.heartbeat == run.heartbeat)
+            # Unless it wrote, or ended, since it was looked at.
+            unchanged = (runs.c.state == "running", runs.c.heartbeat == run.heartbeat)
+            self._close_run(run.id, "killed", *unchanged)
         return stale
 
     def _close_run(self, run_id: int, state: str, *still: ColumnElement[bool]) -> None:

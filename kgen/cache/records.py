@@ -7,6 +7,7 @@ problem, config, device and errors.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -67,7 +68,7 @@ def provenance(
     name what rendered the source (the latter with kgen's version), `clocks` are the SM and memory
     clocks in MHz seen while timing. `more` is kept too. The database adds the date.
     """
-    return {
+    values: dict[str, Any] = {
         "device": asdict(device),
         "driver": driver,
         "cuda": cuda,
@@ -77,6 +78,8 @@ def provenance(
         "clocks": dict(clocks),
         **more,
     }
+    plain: dict[str, Any] = json.loads(json.dumps(values))  # as the database will give it back
+    return plain
 
 
 @dataclass(frozen=True, kw_only=True)
