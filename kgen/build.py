@@ -1,0 +1,125 @@
+"""From a problem and a configuration to a cubin: render, compile, patch, behind the store.
+
+Takes a compiler and an artifact store, gives a `Cubin`; the one place that joins those stages.
+Never launches anything. Must not import torch, the CUDA driver, search or runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kgen import sass
+from kgen.cache.artifacts import Artifact, ArtifactStore
+from kgen.cache.keys import cubin_key
+from kgen.compiler import DEFAULT_TIMEOUT_S, Compiled, Compiler, compile_source
+from kgen.config import SASS_PASSES, GemmConfig
+from kgen.errors import CompileError
+from kgen.problem import GemmProblem
+from kgen.render import Source, render
+
+Render = Callable[[GemmProblem, GemmConfig], Source]
+#: From the next version on ptxas interleaves by itself.
+LAST_UNINTERLEAVED: Final = (12, 8)
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """A compiled kernel, ready to load. Plain values: it crosses processes.
+
+    `registers` and `spill_bytes` are per thread; `source_path` is empty where nothing was stored.
+    """
+
+    key: str
+    data: bytes
+    entry: str
+    config: GemmConfig
+    d_dtype: str
+    registers: int
+    spill_bytes: int
+    from_cache: bool
+    source_path: str
+    log: str
+
+
+def build(
+    problem: GemmProblem,
+    config: GemmConfig,
+    compiler: Compiler,
+    store: ArtifactStore,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    *,
+    render: Render = render,
+) -> Cubin:
+    """The configuration's cubin, from the store or compiled and stored; failures store nothing.
+
+    Raises RenderError, CompileError (its log kept), SassError, CompilerMissing.
+    """
+    source = render(problem, config)
+    key = _key(source, compiler)
+    artifact = store.get(key)
+    if artifact is not None:
+        return _cubin(artifact, source, problem, from_cache=True)
+    try:
+        compiled = compile_source(source.text, compiler, timeout_s=timeout_s, entry=source.entry)
+    except CompileError as error:
+        raise CompileError(f"{config} for {problem}: {error}", error.log) from error
+    patched = sass.patch(compiled.cubin, config.sass_pass)
+    facts = _facts(source, compiler, compiled, patched.sites_changed)
+    artifact = store.put(key, source.text, patched.cubin, compiled.log, facts)
+    return _cubin(artifact, source, problem, from_cache=False)
+
+
+def key_of(
+    problem: GemmProblem, config: GemmConfig, compiler: Compiler, render: Render = render
+) -> str:
+    """The key that `build` would give the cubin; renders, but compiles nothing."""
+    return _key(render(problem, config), compiler)
+
+
+def useful_sass_passes(compiler: Compiler) -> tuple[str, ...]:
+    """The passes that can change what this compiler makes: the values of that axis for it."""
+    return SASS_PASSES if compiler.version[:2] <= LAST_UNINTERLEAVED else ("none",)
+
+
+def _key(source: Source, compiler: Compiler) -> str:
+    sass_pass = source.config.sass_pass
+    return cubin_key(
+        source.body_hash, compiler.flags(), compiler.id, sass_pass, sass.pass_version(sass_pass)
+    )
+
+
+def _facts(
+    source: Source, compiler: Compiler, compiled: Compiled, sass_sites: int
+) -> dict[str, Any]:
+    """What the store keeps beside the files; `_cubin` reads registers and spills back."""
+    return {
+        "registers": compiled.registers,
+        "spill_bytes": compiled.spill_bytes,
+        "stack_bytes": compiled.stack_bytes,
+        "smem_static_bytes": compiled.smem_static_bytes,
+        "compile_seconds": round(compiled.seconds, 3),
+        "compiler": compiler.id,
+        "flags": list(compiler.flags()),
+        "entry": source.entry,
+        "problem_class": source.problem_class,
+        "config": source.config.to_dict(),
+        "sass_pass": source.config.sass_pass,
+        "sass_sites": sass_sites,
+    }
+
+
+def _cubin(artifact: Artifact, source: Source, problem: GemmProblem, from_cache: bool) -> Cubin:
+    return Cubin(
+        key=artifact.key,
+        data=artifact.cubin,
+        entry=source.entry,
+        config=source.config,
+        d_dtype=problem.d_dtype,
+        registers=int(artifact.facts["registers"]),
+        spill_bytes=int(artifact.facts["spill_bytes"]),
+        from_cache=from_cache,
+        source_path=str(artifact.source_path or ""),
+        log=artifact.log,
+    )
