@@ -29,9 +29,9 @@ MAX_STAGES: Final = 16
 #: warpgroup each thread has 255 at launch, the most an instruction can name: no setmaxnreg, and
 #: ptxas is seen to spill in places above 248.
 REGISTER_SPLIT: Final = {1: (248, 248), 2: (40, 232), 3: (32, 160)}
-#: Registers of the math loop beside the accumulators (scales, addresses, loop state), and those that
-#: a second 64-row wave adds. Fitted to what ptxas 13.0 compiles without spills: 128x208, 256x128,
-#: 192x136, and 128x136 with two accumulators are the widest tiles of their kind.
+#: Registers of the math loop beside the accumulators (scales, addresses, loop state), and those
+#: that a second 64-row wave adds. Fitted to what ptxas 13.0 compiles without spills: 128x208,
+#: 256x128, 192x136, and 128x136 with two accumulators are the widest tiles of their kind.
 MATH_OVERHEAD_REGISTERS: Final = 24
 WAVE_OVERHEAD_REGISTERS: Final = 8
 RASTER_ALONG: Final = ("m", "n")
@@ -79,7 +79,7 @@ class GemmConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> GemmConfig:
-        """The configuration with these fields; raises UsageError for an unknown name or wrong type."""
+        """The configuration with these fields; UsageError for an unknown name or a wrong type."""
         kinds = {f.name: str(f.type) for f in fields(cls)}
         for name, value in values.items():
             if name not in kinds:
@@ -210,7 +210,7 @@ def resources(config: GemmConfig, d_dtype: str = "bf16") -> Resources:
 
 
 def grid_size(problem: GemmProblem, config: GemmConfig, device: Device) -> int:
-    """CTAs to launch, in whole clusters: what the SM budget can hold at a time, at most one a tile."""
+    """CTAs to launch, in whole clusters: as many as the SM budget holds, at most one a tile."""
     clusters = device.max_clusters(config.cluster_size)
     if problem.num_sms:
         clusters = max(1, min(clusters, problem.num_sms // config.cluster_size))
@@ -254,7 +254,7 @@ def _why_not_a_kernel(c: GemmConfig, d_dtype: str, device: Device) -> Invalid | 
     if c.block_m % c.num_math_warpgroups or (rows % WGMMA_M and c.num_math_warpgroups > 1):
         return Invalid(
             "warpgroup_rows",
-            f"block_m={c.block_m} over {c.num_math_warpgroups} math warpgroups: each needs whole 64 rows",
+            f"block_m={c.block_m} over {c.num_math_warpgroups} warpgroups: not whole 64 rows each",
         )
     if rows > 2 * WGMMA_M:
         return Invalid("warpgroup_rows", f"{rows} rows a warpgroup: at most 128")
@@ -265,7 +265,7 @@ def _why_cluster_invalid(c: GemmConfig) -> Invalid | None:
     if min(c.cluster_m, c.cluster_n, c.split_k) < 1 or c.cluster_size > MAX_CLUSTER:
         return Invalid(
             "cluster_size",
-            f"cluster {c.cluster_m}x{c.cluster_n}, split_k={c.split_k}: expected 1 to {MAX_CLUSTER} CTAs",
+            f"{c.cluster_m}x{c.cluster_n}, split_k={c.split_k}: expected 1 to {MAX_CLUSTER} CTAs",
         )
     if c.split_k > 1 and c.cluster_m * c.cluster_n > 1:
         return Invalid(
@@ -278,7 +278,7 @@ def _why_cluster_invalid(c: GemmConfig) -> Invalid | None:
     if c.block_m % (8 * c.cluster_n):
         return Invalid(
             "cluster_slices",
-            f"block_m={c.block_m} does not divide into cluster_n={c.cluster_n} slices of whole 8 rows",
+            f"block_m={c.block_m}: not cluster_n={c.cluster_n} slices of whole groups of 8 rows",
         )
     return None
 

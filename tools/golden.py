@@ -1,0 +1,62 @@
+"""Rendered sources kept as files, so that a change of a template shows as a diff.
+
+python tools/golden.py            compare, exit 1 on a difference
+python tools/golden.py --accept   write what the templates give now
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from kgen.config import GemmConfig
+from kgen.problem import GemmProblem
+from kgen.render import render
+
+FOLDER = Path(__file__).parent.parent / "tests" / "data" / "golden"
+
+#: One configuration for each branch of the templates.
+CASES: dict[str, tuple[GemmConfig, str]] = {
+    "default": (GemmConfig(), "bf16"),
+    "three_scales_multicast_b": (GemmConfig(block_n=152, cluster_m=2), "fp16"),
+    "two_accumulators_multicast_a": (GemmConfig(num_accumulators=2, cluster_n=2), "bf16"),
+    "two_waves_baked": (
+        GemmConfig(block_m=256, num_stages=3, cluster_m=2, baked_dims="nk", raster_along="n"),
+        "bf16",
+    ),
+    "split_k": (
+        GemmConfig(block_m=16, block_n=64, num_stages=12, num_math_warpgroups=1, split_k=4),
+        "bf16",
+    ),
+    "fp32_three_warpgroups": (GemmConfig(block_m=192, num_math_warpgroups=3), "fp32"),
+}
+
+
+def golden_sources() -> dict[str, str]:
+    """File name to rendered source, for each case."""
+    sources = {}
+    for name, (config, d_dtype) in CASES.items():
+        problem = GemmProblem("dense", 128, 2112, 7168, d_dtype=d_dtype)
+        sources[f"{name}.cu"] = render(problem, config).text
+    return sources
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--accept", action="store_true", help="write the files")
+    accept = parser.parse_args().accept
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    stale = []
+    for name, text in golden_sources().items():
+        path = FOLDER / name
+        if not path.exists() or path.read_text() != text:
+            stale.append(name)
+            if accept:
+                path.write_text(text)
+    print(f"{'written' if accept else 'different'}: {', '.join(stale) or 'none'}")
+    return 1 if stale and not accept else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
