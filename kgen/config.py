@@ -180,7 +180,7 @@ def resources(config: GemmConfig, d_dtype: str = "bf16") -> Resources:
     d_staging = c.block_m * c.block_n * d_bytes if c.split_k == 1 else 0
     partial_offset = d_offset + round_up(d_staging, 1024)
     owned_groups = ceil_div(c.block_n // 8, c.split_k)
-    partial_bytes = c.split_k * owned_groups * d_rows * 32 if c.split_k > 1 else 0
+    partial_bytes = c.split_k * owned_groups * c.block_m * 32 if c.split_k > 1 else 0
     sfa_offset = partial_offset + round_up(partial_bytes, 128)
     sfa_stage_bytes = max(c.block_m, WGMMA_M) * 4
     sfb_offset = sfa_offset + c.num_stages * sfa_stage_bytes
@@ -271,10 +271,8 @@ def _why_cluster_invalid(c: GemmConfig) -> Invalid | None:
         return Invalid(
             "split_k_cluster", "split_k forms the cluster: cluster_m and cluster_n must be 1"
         )
-    if c.split_k > 1 and c.block_m > WGMMA_M:
-        return Invalid(
-            "split_k_block_m", f"split_k={c.split_k} with block_m={c.block_m}: at most 64 rows"
-        )
+    if c.split_k > 1 and c.block_m > c.num_math_warpgroups * WGMMA_M:
+        return Invalid("split_k_waves", f"split_k={c.split_k} needs 64 rows a math warpgroup")
     if c.block_m % (8 * c.cluster_n):
         return Invalid(
             "cluster_slices",

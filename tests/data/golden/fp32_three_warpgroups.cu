@@ -12,7 +12,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 6d0c7fb9adb80fe818675bd2185ee647340214d398108b566c7ab19d81ed55af
+// Body SHA-256: 19ec0a6c0ecb04813d5326b06749e4bdb2536224dcbe398e97782c4d113dd872
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -449,14 +449,31 @@ struct Scales {
     }
 };
 
-// sum += scale * partial, for each 8 columns with the scale block that they lie in. `crossed` has bit
-// i set where columns 8i.. of this tile lie one block further than in a tile that starts a block.
+// Whole steps of columns lie in one scale block, wherever the tile starts. Bit i says that the tile's
+// step i lies one block further than in a tile that starts with a block.
+__device__ __forceinline__ u32 crossed_steps(u32 n0) {
+    u32 crossed = 0;
+    if constexpr (kNumBScales > 1) {
+#pragma unroll
+        for (u32 i = 0; i < kBlockN / kOffsetStep; ++i) {
+            const u32 column = i * kOffsetStep;
+            crossed |= (n0 % 128 + column) / 128 != column / 128 ? 1u << i : 0u;
+        }
+    }
+    return crossed;
+}
+
+// sum += scale * partial, each 8 columns with the scale block that they lie in.
 __device__ __forceinline__ void promote(float (&sum)[kAccRegisters], float (&partial)[kAccRegisters],
                                         const Scales& scales, u32 crossed) {
+    // Opaque, lest the compiler tests bits one by one in the uniform data path: as a vector register it
+    // becomes seven predicates an instruction.
+    asm volatile("" : "+r"(crossed));
 #pragma unroll
     for (u32 i = 0; i < kNumGroups; ++i) {
-        const u32 low = i * 8 / 128, high = (128 - kOffsetStep + i * 8) / 128;
-        const bool further = low != high && (crossed >> i & 1);
+        const u32 step = i * 8 / kOffsetStep;
+        const u32 low = i * 8 / 128, high = (128 - kOffsetStep + step * kOffsetStep) / 128;
+        const bool further = low != high && (crossed >> step & 1);
         const float upper = further ? scales.upper[high] : scales.upper[low];
         const float lower = further ? scales.lower[high] : scales.lower[low];
         sum[4 * i + 0] += upper * partial[4 * i + 0];
@@ -464,15 +481,6 @@ __device__ __forceinline__ void promote(float (&sum)[kAccRegisters], float (&par
         sum[4 * i + 2] += lower * partial[4 * i + 2];
         sum[4 * i + 3] += lower * partial[4 * i + 3];
     }
-}
-
-__device__ __forceinline__ u32 crossed_groups(u32 n0) {
-    if constexpr (kNumBScales == 1 || kOffsetStep == 128) return 0;
-    u32 mask = 0;
-    const u32 offset = n0 % 128;
-#pragma unroll
-    for (u32 i = 0; i < kNumGroups; ++i) mask |= ((offset + i * 8) / 128 != i * 8 / 128 ? 1u : 0u) << i;
-    return mask;
 }
 
 // Gives a stage back to every producer that may write it.
@@ -529,7 +537,7 @@ __device__ __forceinline__ void compute_tiles(const GemmArgs& args, const Extent
         for (u32 wave = 0; wave < kNumWaves; ++wave)
 #pragma unroll
             for (u32 i = 0; i < kAccRegisters; ++i) sum[wave][i] = 0.0f;
-        accumulate_tile(sum, range, stage, smem, warpgroup, sfa_lane, crossed_groups(n0), lane);
+        accumulate_tile(sum, range, stage, smem, warpgroup, sfa_lane, crossed_steps(n0), lane);
         store_tile(args, sum, m0, n0, n, smem, parity, rank, warp, lane);
     }
     if (warp % 4 == 0 && lane == 0) tma_store_wait_read();  // the stores still read shared memory

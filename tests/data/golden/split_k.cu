@@ -12,7 +12,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: b5ccfff1b5efc39aed545ba238a118d5b4af3645a828573b2e32f47501d25af5
+// Body SHA-256: a92386f611c3e528d0ee72e523bd718c1247cffc46517ea4c2e7060d0de13b35
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -441,14 +441,31 @@ struct Scales {
     }
 };
 
-// sum += scale * partial, for each 8 columns with the scale block that they lie in. `crossed` has bit
-// i set where columns 8i.. of this tile lie one block further than in a tile that starts a block.
+// Whole steps of columns lie in one scale block, wherever the tile starts. Bit i says that the tile's
+// step i lies one block further than in a tile that starts with a block.
+__device__ __forceinline__ u32 crossed_steps(u32 n0) {
+    u32 crossed = 0;
+    if constexpr (kNumBScales > 1) {
+#pragma unroll
+        for (u32 i = 0; i < kBlockN / kOffsetStep; ++i) {
+            const u32 column = i * kOffsetStep;
+            crossed |= (n0 % 128 + column) / 128 != column / 128 ? 1u << i : 0u;
+        }
+    }
+    return crossed;
+}
+
+// sum += scale * partial, each 8 columns with the scale block that they lie in.
 __device__ __forceinline__ void promote(float (&sum)[kAccRegisters], float (&partial)[kAccRegisters],
                                         const Scales& scales, u32 crossed) {
+    // Opaque, lest the compiler tests bits one by one in the uniform data path: as a vector register it
+    // becomes seven predicates an instruction.
+    asm volatile("" : "+r"(crossed));
 #pragma unroll
     for (u32 i = 0; i < kNumGroups; ++i) {
-        const u32 low = i * 8 / 128, high = (128 - kOffsetStep + i * 8) / 128;
-        const bool further = low != high && (crossed >> i & 1);
+        const u32 step = i * 8 / kOffsetStep;
+        const u32 low = i * 8 / 128, high = (128 - kOffsetStep + step * kOffsetStep) / 128;
+        const bool further = low != high && (crossed >> step & 1);
         const float upper = further ? scales.upper[high] : scales.upper[low];
         const float lower = further ? scales.lower[high] : scales.lower[low];
         sum[4 * i + 0] += upper * partial[4 * i + 0];
@@ -456,15 +473,6 @@ __device__ __forceinline__ void promote(float (&sum)[kAccRegisters], float (&par
         sum[4 * i + 2] += lower * partial[4 * i + 2];
         sum[4 * i + 3] += lower * partial[4 * i + 3];
     }
-}
-
-__device__ __forceinline__ u32 crossed_groups(u32 n0) {
-    if constexpr (kNumBScales == 1 || kOffsetStep == 128) return 0;
-    u32 mask = 0;
-    const u32 offset = n0 % 128;
-#pragma unroll
-    for (u32 i = 0; i < kNumGroups; ++i) mask |= ((offset + i * 8) / 128 != i * 8 / 128 ? 1u : 0u) << i;
-    return mask;
 }
 
 // Gives a stage back to every producer that may write it.
@@ -521,11 +529,11 @@ __device__ __forceinline__ void compute_tiles(const GemmArgs& args, const Extent
         for (u32 wave = 0; wave < kNumWaves; ++wave)
 #pragma unroll
             for (u32 i = 0; i < kAccRegisters; ++i) sum[wave][i] = 0.0f;
-        accumulate_tile(sum, range, stage, smem, warpgroup, sfa_lane, crossed_groups(n0), lane);
+        accumulate_tile(sum, range, stage, smem, warpgroup, sfa_lane, crossed_steps(n0), lane);
         store_tile(args, sum, m0, n0, n, smem, parity, rank, warp, lane);
     }
     // Peers still signal this barrier. Warps without rows of D took no part.
-    if (warp * 16 < kDBoxRows) mbarrier_wait(smem + kReadOffset, parity ^ 1);
+    if (warp * 16 < kBlockM) mbarrier_wait(smem + kReadOffset, parity ^ 1);
 }
 
 // ---- epilogue: FP32 sums to D.
@@ -540,8 +548,8 @@ __device__ __forceinline__ u32 pack_pair(float first, float second) {
 // A tile's groups of 8 columns are shared out over the cluster: CTA i adds up those from first_group(i)
 // on. Partials arrive as [sender][group of the owner][thread], 16 bytes each.
 __device__ constexpr u32 first_group(u32 owner) { return (owner * kNumGroups + kSplitK - 1) / kSplitK; }
-constexpr u32 kOwnedGroups = (kNumGroups + kSplitK - 1) / kSplitK, kMathRowThreads = kDBoxRows * 2;
-constexpr u32 kSenderBytes = kOwnedGroups * kMathRowThreads * 16;
+constexpr u32 kOwnedGroups = (kNumGroups + kSplitK - 1) / kSplitK, kRowThreads = kBlockM * 2;
+constexpr u32 kSenderBytes = kOwnedGroups * kRowThreads * 16;
 static_assert(kPartialOffset + kSplitK * kSenderBytes <= kSfaOffset, "room for every sender");
 
 // Sends this thread's partial sums to the CTAs that own their columns.
@@ -553,7 +561,7 @@ __device__ __forceinline__ void send_partials(float (&sum)[kAccRegisters], u32 s
         const u32 barrier = cluster_address(smem + kReceivedOffset, owner);
 #pragma unroll
         for (u32 i = first_group(owner); i < first_group(owner + 1); ++i)
-            send_float4(remote + (i - first_group(owner)) * kMathRowThreads * 16, barrier, sum[4 * i + 0],
+            send_float4(remote + (i - first_group(owner)) * kRowThreads * 16, barrier, sum[4 * i + 0],
                         sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
     }
 }
@@ -569,9 +577,9 @@ __device__ __forceinline__ void store_pair(const GemmArgs& args, u32 row, u32 co
 __device__ __forceinline__ void store_tile(const GemmArgs& args, float (&sum)[kNumWaves][kAccRegisters],
                                            u32 m0, u32 n0, u32 n, u32 smem, u32& parity, u32 rank, u32 warp,
                                            u32 lane) {
-    if (warp * 16 >= kDBoxRows) return;
+    if (warp * 16 >= kBlockM) return;
     const u32 thread = warp * 32 + lane, first = first_group(rank), owned = first_group(rank + 1) - first;
-    if (thread == 0) mbarrier_arrive_expect(smem + kReceivedOffset, owned * kMathRowThreads * 16 * kSplitK);
+    if (thread == 0) mbarrier_arrive_expect(smem + kReceivedOffset, owned * kRowThreads * 16 * kSplitK);
     mbarrier_wait(smem + kReadOffset, parity ^ 1);  // the owners have read the last tile's
     send_partials(sum[0], smem, rank, thread);
     mbarrier_wait(smem + kReceivedOffset, parity);
@@ -579,10 +587,10 @@ __device__ __forceinline__ void store_tile(const GemmArgs& args, float (&sum)[kN
 #pragma unroll
     for (u32 i = 0; i < kOwnedGroups; ++i) {
         if (i >= owned) break;
-        float4 total = load_shared_float4(received + i * kMathRowThreads * 16);
+        float4 total = load_shared_float4(received + i * kRowThreads * 16);
 #pragma unroll
         for (u32 sender = 1; sender < kSplitK; ++sender) {
-            const float4 part = load_shared_float4(received + sender * kSenderBytes + i * kMathRowThreads * 16);
+            const float4 part = load_shared_float4(received + sender * kSenderBytes + i * kRowThreads * 16);
             total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
         }
         const u32 column = n0 + (first + i) * 8 + lane % 4 * 2;
@@ -617,7 +625,7 @@ kgen_gemm(const __grid_constant__ GemmArgs args) {
             mbarrier_init(smem + kEmptyOffset + i * 8, kNumMathWarpgroups * 4 * kClusterM * kClusterN);
         }
         mbarrier_init(smem + kReceivedOffset, 1);
-        mbarrier_init(smem + kReadOffset, kDBoxRows / 16 * kSplitK);
+        mbarrier_init(smem + kReadOffset, kBlockM / 16 * kSplitK);
         mbarrier_init_fence();
     }
     if constexpr (kClusterSize > 1) cluster_sync();
