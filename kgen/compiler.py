@@ -38,10 +38,13 @@ __all__ = [
 ]
 
 DEFAULT_TIMEOUT_S: Final = 120.0
-#: Messages of ptxas that mean: assembled, but not as written. C7508: setmaxnreg ignored;
-#: C7510 to C7515: WGMMA serialised. They are mere information in its log.
+#: Messages of ptxas that mean: assembled, but not as written. C7508: setmaxnreg ignored; C7510
+#: to C7515: WGMMA serialised. They are mere information in its log. Both have more variants than
+#: codes are known for, so the words count too.
 REFUSED_CODES: Final = ("C7508", "C7510", "C7511", "C7512", "C7513", "C7514", "C7515")
-_REFUSED: Final = re.compile(rf"\b({'|'.join(REFUSED_CODES)})\b")
+_REFUSED: Final = re.compile(
+    rf"\b({'|'.join(REFUSED_CODES)})\b|'setmaxnreg' ignored|instructions are serialized"
+)
 _FRAME: Final = re.compile(
     r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
 )

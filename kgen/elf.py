@@ -27,6 +27,8 @@ _EIATTR_FRAME_SIZE: Final = 0x11
 _EIATTR_REGCOUNT: Final = 0x2F
 #: Start of every block's shared memory, kept by the system on sm_90; sections count it.
 _RESERVED_SMEM_BYTES: Final = 1024
+#: What following offsets of a corrupt file can raise.
+_UNREADABLE: Final = (struct.error, IndexError, ValueError, OverflowError)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def sections(cubin: bytes) -> list[Section]:
     """All sections of a cubin, in file order; raises SassError for anything that is not one."""
     try:
         return _read_sections(cubin)
-    except (struct.error, IndexError, ValueError) as error:
+    except _UNREADABLE as error:
         raise SassError(f"cubin of {len(cubin)} bytes: cut off or corrupt ({error})") from error
 
 
@@ -94,7 +96,7 @@ def kernel_facts(cubin: bytes, entry: str) -> KernelFacts:
         raise SassError(f"no kernel {entry!r} in the cubin: it has {', '.join(have) or 'none'}")
     try:
         values = _info_values(cubin, found, entry)
-    except (struct.error, IndexError, ValueError) as error:
+    except _UNREADABLE as error:
         raise SassError(f"cubin of {len(cubin)} bytes: corrupt .nv.info ({error})") from error
     if _EIATTR_REGCOUNT not in values:
         raise SassError(f"kernel {entry!r}: the cubin does not state its registers")
