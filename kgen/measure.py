@@ -18,9 +18,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from kgen.clocks import read_clocks
 from kgen.device import Device
 from kgen.errors import MeasureError, UsageError
+from kgen.nvml import read_clocks
 from kgen.problem import D_DTYPE_BYTES, GemmProblem
 from kgen.runtime import driver
 from kgen.verify import Verified

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from kgen import measure
-from kgen.clocks import read_clocks
 from kgen.compiler import compile_source
+from kgen.nvml import read_clocks
 from kgen.runtime import driver
 from kgen.settings import Settings
 from kgen.toolchain import default_compiler

@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("build", "verify", "runtime.lookup"),
     (
-        "clocks measure",
+        "nvml measure",
         "search.strategy",
         "search.events",
         "search.stop search.child search.gpu_lock",
@@ -46,9 +46,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "search.plan search.gpu_worker search.compile_pool search.run search.session "
         "search.offline search.campaign search.tune",
         "runtime.dispatch runtime.gemm",
-        "bench",
     ),
-    (),  # nn, compat, serve: to come
+    ("bench",),  # nn, compat, serve: to come
     (
         "cli.output cli.arguments cli.progress cli.tune cli.best cli.show cli.render cli.bench "
         "cli.doctor cli.main",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kgen import clocks, measure
+from kgen import measure, nvml
 from kgen.device import H200
 from kgen.errors import MeasureError, UsageError
 from kgen.measure import (
@@ -205,14 +205,20 @@ class FakeNvml:
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any, reasons: Any) -> int:
         return 3  # not supported
 
+    def nvmlSystemGetDriverVersion(self, text: Any, size: int) -> int:
+        text.value = b"580.159.04"
+        return 0
+
 
 def test_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What NVML tells is kept, what it does not is unknown."""
-    clocks._handle.cache_clear()
-    monkeypatch.setattr(clocks, "_library", FakeNvml)
+    nvml._handle.cache_clear()
+    monkeypatch.setattr(nvml, "_library", FakeNvml)
     unknown = dict.fromkeys(("sm_mhz", "memory_mhz", "throttle_reasons"))
-    assert clocks.read_clocks("0af1") == {**unknown, "sm_mhz": 1980, "memory_mhz": 3201}
-    assert clocks.read_clocks("another") == unknown
-    monkeypatch.setattr(clocks, "_library", lambda: None)
-    assert clocks.read_clocks("0af1") == unknown
-    clocks._handle.cache_clear()
+    assert nvml.read_clocks("0af1") == {**unknown, "sm_mhz": 1980, "memory_mhz": 3201}
+    assert nvml.read_clocks("another") == unknown
+    assert nvml.driver_release() == "580.159.04"
+    monkeypatch.setattr(nvml, "_library", lambda: None)
+    assert nvml.read_clocks("0af1") == unknown
+    assert nvml.driver_release() == ""
+    nvml._handle.cache_clear()

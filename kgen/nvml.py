@@ -1,6 +1,6 @@
-"""GPU clocks as NVML reports them; unknown, never wrong, where NVML can not be asked.
+"""Clocks and driver release as NVML reports them; unknown, never wrong, where it can not be asked.
 
-Takes a GPU's UUID, gives plain numbers. NVML comes with the driver and is called by ctypes: no
+Takes a GPU's UUID, gives plain values. NVML comes with the driver and is called by ctypes: no
 package is needed. Must not import torch or CUDA.
 """
 
@@ -10,9 +10,10 @@ import ctypes
 from functools import cache
 from typing import Any, Final
 
-#: nvml.h: nvmlClockType_t.
+#: nvml.h: nvmlClockType_t, NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE.
 _SM_CLOCK: Final = 1
 _MEMORY_CLOCK: Final = 2
+_VERSION_SIZE: Final = 80
 
 
 @cache
@@ -48,3 +49,12 @@ def read_clocks(uuid: str) -> dict[str, int | None]:
     if library.nvmlDeviceGetCurrentClocksThrottleReasons(handle, ctypes.byref(reasons)) == 0:
         facts["throttle_reasons"] = reasons.value
     return facts
+
+
+def driver_release() -> str:
+    """The driver's release, such as 580.159.04; empty: unknown."""
+    library = _library()
+    text = ctypes.create_string_buffer(_VERSION_SIZE)
+    if library is None or library.nvmlSystemGetDriverVersion(text, _VERSION_SIZE):
+        return ""
+    return text.value.decode(errors="replace")

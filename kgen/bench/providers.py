@@ -1,0 +1,129 @@
+"""Who is timed: kgen's own path and torch's, each verified before it may be.
+
+Takes a case, gives `Ready`: a call to time and what its check has shown. Must not import search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import torch
+
+from kgen.cases import Case
+from kgen.errors import LaunchError
+from kgen.measure import Call
+from kgen.runtime.dispatch import Dispatcher
+from kgen.runtime.kernel import current_stream
+from kgen.verify import Verified, verify, verify_peer
+
+#: With one scale per tensor torch sums all of K in the tensor core, truncated to 13 fraction bits.
+TENSORWISE_LIMIT: Final = 5e-2
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A verified call; `details` says what it runs."""
+
+    verified: Verified
+    call: Call
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class Provider(Protocol):
+    """An implementation to time.
+
+    reference_only    does something easier than the problem asks: shown, not counted as a peer
+    """
+
+    name: str
+    reference_only: bool
+
+    def ready(self, case: Case) -> Ready:
+        """Verify it on the case; raises WrongResult, or what it refuses a problem with."""
+
+
+class Kgen:
+    """What the runtime would launch for the problem: the database's winner or the default."""
+
+    name = "kgen"
+    reference_only = False
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    def ready(self, case: Case) -> Ready:
+        """Raises LaunchError where the runtime would fall back to the reference."""
+        plan = self._dispatcher.plan(case.problem)
+        if plan.kernel is None or plan.choice is None:
+            raise LaunchError(f"{case.problem}: the fallback would answer, because {plan.reason}")
+        kernel, choice, num_sms = plan.kernel, plan.choice, case.problem.num_sms
+
+        def launch(*tensors: torch.Tensor) -> None:
+            a, sfa, b, sfb, d = tensors
+            kernel(a, sfa, b, sfb, d, num_sms)
+
+        verified = verify(launch, case, any_nk=choice.config.baked_dims == "none")
+        m, n = case.problem.m, case.problem.n
+        d = torch.empty(m, n, dtype=case.d_dtype, device=case.device)
+        prepared = kernel.prepare(*case.inputs(m), d, num_sms)
+        ordinal = self._dispatcher.ordinal
+        details = {
+            "config": choice.config.to_dict(),
+            "short": str(choice.config),
+            "origin": choice.origin,
+        }
+        return Ready(verified, lambda: prepared.run(current_stream(ordinal)), details)
+
+
+class TorchBlockwise:
+    """torch._scaled_mm with the problem's own scales: 1x128 for A, 128x128 for B (cuBLASLt)."""
+
+    name = "torch blockwise"
+    reference_only = False
+
+    def ready(self, case: Case) -> Ready:
+        """Raises RuntimeError for what cuBLASLt refuses, such as M = 1."""
+
+        def launch(*tensors: torch.Tensor) -> None:
+            tensors[4].copy_(self._call(tensors, case.d_dtype)())
+
+        verified = verify_peer(launch, case)
+        return Ready(verified, self._call(case.inputs(case.problem.m), case.d_dtype))
+
+    def _call(
+        self, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype
+    ) -> Callable[[], torch.Tensor]:
+        a, sfa, b, sfb = tensors[:4]
+        # torch wants A's scales with M contiguous and no padding, B's with K contiguous.
+        scale_a, scale_b = sfa.t().contiguous().t(), sfb.t()
+        return lambda: torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype)
+
+
+class TorchTensorwise:
+    """torch._scaled_mm with one scale per tensor: less than the problem asks, a mark to reach."""
+
+    name = "torch tensorwise"
+    reference_only = True
+
+    def ready(self, case: Case) -> Ready:
+        """Verified against the same operands with equal scales, with a limit of its own."""
+        plain = Case(case.problem, case.device, unit_scales=True)
+        scales = [plain.sfa[0, 0].clone(), plain.sfb[0, 0].clone()]
+
+        def call_on(a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.Tensor]:
+            return lambda: torch._scaled_mm(
+                a,
+                b.t(),
+                scale_a=scales[0],
+                scale_b=scales[1],
+                out_dtype=case.d_dtype,
+                use_fast_accum=True,
+            )
+
+        def launch(*tensors: torch.Tensor) -> None:
+            tensors[4].copy_(call_on(tensors[0], tensors[2])())
+
+        verified = verify_peer(launch, plain, TENSORWISE_LIMIT)
+        return Ready(verified, call_on(case.a[: case.problem.m], case.b))

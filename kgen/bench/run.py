@@ -1,0 +1,226 @@
+"""`run_bench`: every provider on every problem, verified, then timed alternating in one process.
+
+Takes problems and settings, gives a `BenchReport` of plain values. Fails, rather than time it,
+where kgen's fallback would answer. Must not import search.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+import kgen
+from kgen.bench.providers import Kgen, Provider, Ready, TorchBlockwise, TorchTensorwise
+from kgen.cases import Case
+from kgen.device import Device
+from kgen.errors import DriverError, GpuMissing, KgenError
+from kgen.measure import Policy, Timing, measure_many, policy_named
+from kgen.nvml import driver_release
+from kgen.problem import GemmProblem
+from kgen.runtime.dispatch import Dispatcher, StoredBuilder
+from kgen.runtime.driver import device_facts
+from kgen.runtime.stats import Stats
+from kgen.settings import Settings
+
+KGEN: Final = "kgen"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One problem: what was timed, with which error, and why somebody was not timed."""
+
+    problem: GemmProblem
+    timings: dict[str, Timing] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    details: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        """Whether kgen itself has no verified time."""
+        return KGEN not in self.timings
+
+    def speedup(self, over: str) -> float | None:
+        """The other's time over kgen's: above 1 where kgen is faster; None without both."""
+        if KGEN not in self.timings or over not in self.timings:
+            return None
+        return self.timings[over].median_us / self.timings[KGEN].median_us
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, one entry per provider."""
+        names = [*self.timings, *(name for name in self.notes if name not in self.timings)]
+        return {
+            "shape": str(self.problem),
+            "problem": asdict(self.problem),
+            "providers": {name: self._provider(name) for name in names},
+        }
+
+    def _provider(self, name: str) -> dict[str, Any]:
+        if name not in self.timings:
+            return {"note": self.notes[name]}
+        timing = asdict(self.timings[name])
+        return timing | {"max_tile_error": self.errors[name], **self.details.get(name, {})}
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """All rows, and where they come from."""
+
+    provenance: dict[str, Any]
+    providers: tuple[str, ...]
+    reference_only: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def failed(self) -> bool:
+        """Whether a problem has no verified time of kgen's."""
+        return any(row.failed for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "schema": 1,
+            "kind": "bench",
+            **self.provenance,
+            "providers": list(self.providers),
+            "reference_only": list(self.reference_only),
+            "rows": [row.to_dict() for row in self.rows],
+        }
+
+
+def run_bench(
+    problems: Sequence[GemmProblem],
+    settings: Settings,
+    *,
+    against: Sequence[str] = (),
+    policy: str = "default",
+    command: str = "",
+    commit: str = "",
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> BenchReport:
+    """Time kgen, and with "torch" in `against` torch's two ways, on `cuda:0`.
+
+    `command` and `commit` go into the report (default: the commit git tells). `on_row` gets each
+    row as it is done. Raises GpuMissing without a Hopper GPU, DriverError when
+    the context is lost.
+    """
+    device = _hopper()
+    providers: list[Provider] = [
+        Kgen(Dispatcher(0, StoredBuilder(settings), settings.db_url, Stats()))
+    ]
+    if "torch" in against:
+        providers += [TorchBlockwise(), TorchTensorwise()]
+    chosen = policy_named(policy)
+    rows = []
+    for problem in problems:
+        rows.append(bench_problem(problem, providers, chosen, device))
+        on_row(rows[-1])
+        torch.cuda.empty_cache()
+    return BenchReport(
+        provenance=provenance_of(device, chosen, command, commit),
+        providers=tuple(provider.name for provider in providers),
+        reference_only=tuple(p.name for p in providers if p.reference_only),
+        rows=tuple(rows),
+    )
+
+
+def bench_problem(
+    problem: GemmProblem,
+    providers: Sequence[Provider],
+    policy: Policy,
+    device: Device,
+    where: str = "cuda",
+) -> Row:
+    """One row: whoever passes its check is timed, all together."""
+    row = Row(problem)
+    ready: dict[str, Ready] = {}
+    try:
+        case = Case(problem, where)
+        for provider in providers:
+            _prepare(provider, case, ready, row.notes)
+        timed = {name: (one.verified, one.call) for name, one in ready.items()}
+        row.timings.update(measure_many(timed, policy, device) if timed else {})
+    except (KgenError, torch.OutOfMemoryError) as error:
+        _raise_if_lost(error)
+        row.notes.update(dict.fromkeys((p.name for p in providers), str(error)))
+    for name in row.timings:
+        row.errors[name] = ready[name].verified.max_tile_error
+        row.details[name] = ready[name].details
+    return row
+
+
+def _prepare(
+    provider: Provider, case: Case, ready: dict[str, Ready], notes: dict[str, str]
+) -> None:
+    """Verify one provider, or note why it is not timed. A peer may refuse in its own way."""
+    try:
+        ready[provider.name] = provider.ready(case)
+    except (KgenError, RuntimeError, ValueError) as error:
+        _raise_if_lost(error)
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        notes[provider.name] = str(error).strip().splitlines()[0]
+
+
+def _raise_if_lost(error: Exception) -> None:
+    if isinstance(error, DriverError) and error.fatal:
+        raise error
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # raises again where a kernel's fault ended the context
+
+
+def _hopper() -> Device:
+    try:
+        device = device_facts(0)
+    except DriverError as error:
+        raise GpuMissing(f"kgen bench needs a Hopper GPU: {error}") from error
+    if not device.is_hopper or not torch.cuda.is_available():
+        raise GpuMissing(
+            f"kgen bench needs a Hopper GPU that torch {torch.__version__} can use: "
+            f"{device.name} is {device.arch}"
+        )
+    return device
+
+
+def provenance_of(device: Device, policy: Policy, command: str, commit: str) -> dict[str, Any]:
+    """Where numbers come from: device, software, commit, command, policy and date."""
+    return {
+        "command": command,
+        "commit": commit or git_commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": asdict(device),
+        "driver": driver_release() or "unknown",
+        "cuda": torch.version.cuda or "",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "kgen": kgen.__version__,
+        "policy": asdict(policy),
+    }
+
+
+def git_commit() -> str:
+    """The commit of the sources in use, "-dirty" where they differ from it; else "unknown"."""
+    folder = Path(kgen.__file__).parent
+
+    def git(*arguments: str) -> str:
+        run = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
+        return run.stdout.strip()
+
+    try:
+        head, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", ".")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return head + ("-dirty" if changed else "")
