@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -61,6 +62,7 @@ class FakeDriver:
         self.launches: list[SimpleNamespace] = []
         self.encode_result = 0
         self.launch_results: list[int] = []
+        self.on_launch: Callable[[], None] = lambda: None
         self.load_result = 0
         self.current: list[int] = []
         self._encode = ENCODE_TYPE(self._encode_2d)
@@ -165,4 +167,5 @@ class FakeDriver:
                 context=self.current[-1:],
             )
         )
+        self.on_launch()
         return self.launch_results.pop(0) if self.launch_results else 0

@@ -1,0 +1,375 @@
+"""FP8 GEMM for PyTorch: the public operations, their helpers, and what they report.
+
+D[M, N] = A[M, K] · B[N, K]ᵀ with E4M3 operands and FP32 block scales, on the tensors' device and
+its current stream. On a Hopper GPU the best verified kernel answers; on a CPU or another GPU a
+reference in PyTorch does, so that the same code runs anywhere. Importing this module touches no
+GPU, reads no file and no environment variable.
+Must not import search, verify, measure or optuna.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, Final
+
+import torch
+
+from kgen.errors import KgenError, UnsupportedInput, UsageError
+from kgen.problem import GemmProblem, round_up
+from kgen.quant import (
+    get_col_major_tma_aligned_tensor,
+    per_block_cast_to_fp8,
+    per_token_cast_to_fp8,
+)
+from kgen.reference import gemm_reference_into
+from kgen.runtime.dispatch import Dispatcher, Plan, StoredBuilder, raise_if_final
+from kgen.runtime.kernel import Kernel, Launch, current_stream
+from kgen.runtime.operands import D_DTYPES, Inputs, Sizes, check, copy_reasons, unpack
+from kgen.runtime.stats import KgenWarning, Stats
+from kgen.settings import Settings
+
+__all__ = [
+    "KgenWarning",
+    "gemm_fp8_fp8_bf16_nt",
+    "gemm_fp8_nt",
+    "get_col_major_tma_aligned_tensor",
+    "get_num_sms",
+    "last_path",
+    "missed_shapes",
+    "per_block_cast_to_fp8",
+    "per_token_cast_to_fp8",
+    "plan_for",
+    "reload",
+    "reset_stats",
+    "set_num_sms",
+    "stats",
+    "warm_up",
+]
+
+#: Launches kept ready, by the addresses, shapes and strides of their tensors; about 2 KB each.
+_MAX_PREPARED: Final = 8192
+#: Up to this M the kernel reads row-major scales of A itself; above, turning them is cheaper.
+_MAX_DIRECT_M: Final = 128
+
+_stats = Stats()
+_prepared: dict[tuple[Any, ...], tuple[int, Launch]] = {}
+_dispatchers: dict[int, Dispatcher] = {}
+_lock = threading.Lock()
+
+
+class _State(threading.local):
+    path = ""
+
+
+class _Budget:
+    num_sms = 0
+
+
+_state = _State()
+
+
+# ---------------------------------------------------------------------------- operations
+
+
+def gemm_fp8_nt(
+    lhs: tuple[torch.Tensor, torch.Tensor],
+    rhs: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+) -> None:
+    """Write A · Bᵀ into `out`, for lhs = (a, a_scales) and rhs = (b, b_scales).
+
+    a [M, K] and b [N, K]      E4M3, any row pitch; addresses and pitches that are not multiples
+                               of 16 bytes, and other strides, cost a copy
+    a_scales [M, ceil(K/128)]  FP32, one for each row and 128 columns, row-major or column-major
+    b_scales [ceil(N/128), ceil(K/128)]   FP32, one for each 128x128 block
+    out [M, N]                 BF16, FP16 or FP32, any row pitch; not sharing memory with an input
+
+    Runs on the current stream of the tensors' device and does not wait. Any M, N and K; M = 0
+    launches nothing. Raises UnsupportedInput for anything else, naming what was given and what is
+    needed; LaunchError when a kernel would have to be loaded while a CUDA graph is captured (see
+    `warm_up`); DriverError when an earlier fault has cost the process its GPU.
+    """
+    try:
+        (a, sfa), (b, sfb) = lhs, rhs
+        key = (
+            *(a.data_ptr(), sfa.data_ptr(), b.data_ptr(), sfb.data_ptr(), out.data_ptr()),
+            *(a.shape, sfa.shape, b.shape, sfb.shape, out.shape),
+            *(a.stride(), sfa.stride(), b.stride(), sfb.stride(), out.stride()),
+            *(a.dtype, sfa.dtype, b.dtype, sfb.dtype, out.dtype),
+            _Budget.num_sms,
+        )
+    except (AttributeError, TypeError, ValueError):
+        unpack(lhs, rhs, out)
+        raise
+    ready = _prepared.get(key)
+    if ready is None:
+        _first_call(unpack(lhs, rhs, out), key)
+    else:
+        _run(*ready)
+
+
+def gemm_fp8_fp8_bf16_nt(
+    lhs: tuple[torch.Tensor, torch.Tensor],
+    rhs: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+) -> None:
+    """`gemm_fp8_nt` with a BF16 output, under the name that DeepGEMM gave it."""
+    if isinstance(out, torch.Tensor) and out.dtype != torch.bfloat16:
+        raise UnsupportedInput(
+            f"out is {out.dtype}: gemm_fp8_fp8_bf16_nt writes torch.bfloat16; gemm_fp8_nt takes "
+            "other outputs"
+        )
+    gemm_fp8_nt(lhs, rhs, out)
+
+
+def set_num_sms(num_sms: int) -> None:
+    """Run on at most this many SMs from now on, leaving the rest to others; 0: all of them.
+
+    The budget is part of the problem: other kernels may be the best for it. Raises UsageError
+    for a number below 0, or above what the current device has
+    once CUDA is in use.
+    """
+    if isinstance(num_sms, bool) or not isinstance(num_sms, int) or num_sms < 0:
+        raise UsageError(f"num_sms={num_sms!r}: expected a whole number, 0 for all SMs")
+    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    most = _device_sms() if initialized else 0
+    if most and num_sms > most:
+        raise UsageError(f"num_sms={num_sms}: the current device has {most}")
+    _Budget.num_sms = num_sms
+
+
+def get_num_sms() -> int:
+    """The budget set, or the current device's SM count; 0 where neither is known."""
+    return _Budget.num_sms or _device_sms()
+
+
+def warm_up(
+    m: int | Iterable[int],
+    n: int,
+    k: int,
+    out_dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | int = "cuda",
+) -> None:
+    """Build and load what `gemm_fp8_nt` needs for these sizes, before it is timed or captured.
+
+    Launches nothing. Does nothing where the reference would answer.
+    """
+    if out_dtype not in D_DTYPES:
+        raise UnsupportedInput(f"out_dtype={out_dtype}: expected bfloat16, float16 or float32")
+    for rows in [m] if isinstance(m, int) else m:
+        plan_for(rows, n, k, out_dtype, device)
+
+
+# ------------------------------------------------------------------------------- reports
+
+
+def last_path() -> str:
+    """What answered this thread's last call.
+
+    "kernel" · "kernel with copies" · "reference" · "empty": nothing to compute · "": no call yet.
+    """
+    return _state.path
+
+
+def stats() -> dict[str, Any]:
+    """Counters of this process: see `kgen.runtime.stats.Stats`."""
+    return _stats.snapshot()
+
+
+def reset_stats() -> None:
+    """Start counting anew."""
+    _stats.reset()
+
+
+def missed_shapes() -> list[str]:
+    """The problems called that were not tuned, as lines for a file for `kgen tune --shapes`."""
+    return _stats.missed_shapes()
+
+
+def plan_for(
+    m: int,
+    n: int,
+    k: int,
+    out_dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | int = "cuda",
+) -> Plan | None:
+    """How a call with these sizes is answered; None where the reference answers by design.
+
+    Builds and loads the kernel as the call would.
+    """
+    torch_device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    ordinal = _hopper_ordinal(torch_device)
+    if ordinal is None or min(m, n, k) < 1:
+        return None
+    return _plan(ordinal, Sizes(m, n, k, D_DTYPES[out_dtype]))
+
+
+def reload() -> None:
+    """Forget every choice, so that the next calls see what was tuned since, and the settings."""
+    with _lock:
+        _dispatchers.clear()
+        _prepared.clear()
+
+
+# ------------------------------------------------------------------------------ the path
+
+
+def _run(ordinal: int, launch: Launch) -> None:
+    if _current_device() == ordinal:
+        launch.run(current_stream(ordinal))
+    else:
+        with torch.cuda.device(ordinal):
+            launch.run(current_stream(ordinal))
+    _state.path = "kernel"
+
+
+def _first_call(x: Inputs, key: tuple[Any, ...]) -> None:
+    """A call with tensors not seen before, or that are never served from `_prepared`."""
+    sizes = check(x)
+    if min(sizes.m, sizes.n) == 0:
+        _state.path = "empty"
+        return
+    if sizes.k == 0:
+        x.out.zero_()
+        _state.path = "empty"
+        return
+    ordinal = _hopper_ordinal(x.a.device)
+    plan = None if ordinal is None else _plan(ordinal, sizes)
+    if ordinal is None or plan is None or plan.kernel is None:
+        _refer(x, plan.reason if plan else "")
+        return
+    reasons = copy_reasons(x)
+    if reasons or sizes.k % 16 or sizes.n % 8 or _is_worth_turning(x.sfa):
+        _run_with_copies(x, sizes, reasons, plan.kernel)
+        return
+    launch = plan.kernel.prepare(x.a, x.sfa, x.b, x.sfb, x.out, _budget(plan.kernel))
+    _stats.add("prepared")
+    _remember(key, (ordinal, launch))
+    _run(ordinal, launch)
+
+
+def _plan(ordinal: int, sizes: Sizes) -> Plan:
+    try:
+        dispatcher = _dispatchers.get(ordinal) or _make_dispatcher(ordinal)
+    except KgenError as error:
+        raise_if_final(error)
+        return Plan(None, None, str(error))
+    sms = _Budget.num_sms if _Budget.num_sms < dispatcher.device.num_sms else 0
+    m, n, k = sizes.m, round_up(sizes.n, 8), round_up(sizes.k, 16)
+    return dispatcher.plan(GemmProblem("dense", m, n, k, d_dtype=sizes.d_dtype, num_sms=sms))
+
+
+def _make_dispatcher(ordinal: int) -> Dispatcher:
+    with _lock:
+        if ordinal not in _dispatchers:
+            settings = Settings.from_env()
+            builder = StoredBuilder(settings)
+            _dispatchers[ordinal] = Dispatcher(ordinal, builder, settings.db_url, _stats)
+        return _dispatchers[ordinal]
+
+
+def _refer(x: Inputs, reason: str) -> None:
+    """The reference answers: by design without a `reason`, else because no kernel could."""
+    if reason:
+        _stats.add_reason("fallbacks", reason)
+        _stats.warn_once(
+            f"fallback {reason}",
+            f"kgen answers with the slow reference on {x.a.device}, because {reason}",
+        )
+    with torch.no_grad():
+        gemm_reference_into(x.out, x.a, x.sfa, x.b, x.sfb)
+    _state.path = "reference"
+
+
+def _run_with_copies(x: Inputs, sizes: Sizes, reasons: dict[str, str], kernel: Kernel) -> None:
+    """Copies what the kernel can not read in place; all of it on the current stream."""
+    with torch.cuda.device(kernel.ordinal), torch.no_grad():
+        k = round_up(sizes.k, 16)
+        if sizes.k % 16:
+            reasons = reasons | dict.fromkeys("ab", f"K = {sizes.k}, not a multiple of 16")
+        a = _aligned(x.a, k) if "a" in reasons else x.a
+        b = _aligned(x.b, k) if "b" in reasons else x.b
+        sfa = get_col_major_tma_aligned_tensor(x.sfa) if _is_worth_turning(x.sfa) else x.sfa
+        out = x.out
+        if sizes.n % 8:
+            reasons["out"] = f"N = {sizes.n}, not a multiple of 8"
+        if "out" in reasons:
+            out = x.out.new_empty(sizes.m, round_up(sizes.n, 8))
+        launch = kernel.prepare(a, sfa, b, x.sfb, out, _budget(kernel))
+        launch.run(current_stream(kernel.ordinal))
+        if out is not x.out:
+            x.out.copy_(out[:, : sizes.n])
+    for name, reason in reasons.items():
+        _stats.add_reason("copies", f"{name}: {reason}")
+        _stats.warn_once(
+            f"copy {name} {reason}", f"kgen copies {name} for each such call, because of {reason}"
+        )
+    if sfa is not x.sfa:
+        _stats.add_reason("copies", "a_scales: row-major")
+    _state.path = "kernel with copies" if reasons else "kernel"
+
+
+def _aligned(matrix: torch.Tensor, k: int) -> torch.Tensor:
+    """A row-major copy with k columns; those past the matrix are zero and add nothing."""
+    copy = matrix.new_empty(matrix.shape[0], k)
+    copy[:, : matrix.shape[1]].copy_(matrix)
+    # Zero bytes are zero in E4M3; torch fills no float8 tensor on some versions.
+    copy[:, matrix.shape[1] :].view(torch.uint8).zero_()
+    return copy
+
+
+def _is_worth_turning(sfa: torch.Tensor) -> bool:
+    rows, blocks = sfa.shape
+    return rows > _MAX_DIRECT_M and blocks > 1 and sfa.stride(0) != 1
+
+
+def _budget(kernel: Kernel) -> int:
+    return _Budget.num_sms if _Budget.num_sms < kernel.device.num_sms else 0
+
+
+def _remember(key: tuple[Any, ...], ready: tuple[int, Launch]) -> None:
+    with _lock:
+        while len(_prepared) >= _MAX_PREPARED:
+            _prepared.pop(next(iter(_prepared)))
+        _prepared[key] = ready
+
+
+# ------------------------------------------------------------------------------- devices
+
+
+def _hopper_ordinal(device: torch.device) -> int | None:
+    """The CUDA ordinal of a Hopper GPU; None for a CPU or a GPU that no kernel is made for."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    ordinal = torch.cuda.current_device() if device.index is None else device.index
+    return ordinal if _is_hopper(ordinal) else None
+
+
+@cache
+def _is_hopper(ordinal: int) -> bool:
+    return torch.cuda.get_device_capability(ordinal) == (9, 0)
+
+
+def _current_device() -> int:
+    return int(torch._C._cuda_getDevice())  # 0.1 us
+
+
+def _device_sms() -> int:
+    if not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.get_device_properties().multi_processor_count)
+
+
+def _after_fork() -> None:
+    # Handles of the parent mean nothing here, and its lock may have been held.
+    global _lock  # noqa: PLW0603
+    _lock = threading.Lock()
+    _stats.after_fork()
+    _dispatchers.clear()
+    _prepared.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,121 @@
+"""Which configuration a problem gets at run time, and why: `choose` -> `Choice`.
+
+Takes a problem, a device and what was tuned for its N, K and types at any M; gives a choice. Knows
+no kernels and builds none. `read_winners` is the one access to the database, for a whole class of
+problems at once. Must not import build, search or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kgen.config import GemmConfig, why_invalid
+from kgen.device import Device
+from kgen.heuristic import default_config, predict_us
+from kgen.problem import MAX_EXTENT, GemmProblem
+
+#: Seconds that a call may wait for a database that somebody else has locked.
+BUSY_LIMIT_S: Final = 2.0
+#: Up to this M one default serves: its tiles are not taller, whatever the number of rows.
+_LEAST_BUCKET: Final = 16
+
+
+@dataclass(frozen=True)
+class Winner:
+    """The best verified configuration of one tuned M, with the cubin its time belongs to."""
+
+    m: int
+    config: GemmConfig
+    cubin_key: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A configuration and where it comes from.
+
+    origin    "tuned": measured and verified for this very problem · "neighbour": for another M
+              (`tuned_m`), and predicted to be no slower here than the default · "default": the
+              analytic model's, nothing tuned applies
+    stale     winners left out because their cubin is not the one that would be built now
+    """
+
+    config: GemmConfig
+    origin: str
+    tuned_m: int | None = None
+    stale: int = 0
+
+
+def read_winners(problem: GemmProblem, device: Device, db_url: str) -> tuple[Winner, ...]:
+    """Winners on this device for the problem's fields other than M, by growing M.
+
+    Raises DatabaseError: missing, not readable, another schema, or locked for BUSY_LIMIT_S.
+    """
+    from kgen.cache.db import TuningDatabase
+
+    database = TuningDatabase.open(db_url, create=False, readonly=True, busy_limit_s=BUSY_LIMIT_S)
+    try:
+        rows = database.best_by_m(problem, device.name, device.num_sms)
+    finally:
+        database.close()
+    return tuple(Winner(row.problem.m, row.config, row.cubin_key) for row in rows)
+
+
+def choose(
+    problem: GemmProblem,
+    device: Device,
+    winners: Sequence[Winner],
+    key_of: Callable[[GemmConfig], str] | None = None,
+) -> Choice:
+    """The configuration for a problem on a device, from the winners of its class.
+
+    `key_of` gives the key of the cubin that would be built now: a winner with another key was
+    verified as another cubin, so it is left out and counted as stale (None: keys are not asked).
+    """
+    stale: list[Winner] = []
+
+    def usable(winner: Winner) -> bool:
+        if why_invalid(problem, winner.config, device) is not None:
+            return False
+        if key_of is not None and key_of(winner.config) != winner.cubin_key:
+            stale.append(winner)
+            return False
+        return True
+
+    exact = next((w for w in winners if w.m == problem.m and usable(w)), None)
+    if exact:
+        return Choice(exact.config, "tuned", exact.m, len(stale))
+    below = [w for w in reversed(winners) if w.m < problem.m]
+    above = [w for w in winners if w.m > problem.m]
+    near = [w for side in (below, above) if (w := next(filter(usable, side), None))]
+    default = default_for(problem, device)
+    if near:
+        best = min(near, key=lambda w: predict_us(problem, w.config, device))
+        if predict_us(problem, best.config, device) <= predict_us(problem, default, device):
+            return Choice(best.config, "neighbour", best.m, len(stale))
+    return Choice(default, "default", None, len(stale))
+
+
+def default_for(problem: GemmProblem, device: Device) -> GemmConfig:
+    """The model's configuration, out of few enough that every M together needs few kernels.
+
+    The defaults of the two nearest bucket sizes of M are compared at the actual M: the number of
+    kernels grows with the logarithm of M, and the tail of the last wave is still seen.
+    """
+    options = [default_config(problem.with_m(m), device) for m in buckets_around(problem.m)]
+    valid = [config for config in options if why_invalid(problem, config, device) is None]
+    if not valid:
+        return default_config(problem, device)
+    return min(valid, key=lambda config: predict_us(problem, config, device))
+
+
+def buckets_around(m: int) -> tuple[int, ...]:
+    """The one or two sizes among 16, 32, 48, 64, 96, 128 ... that enclose m."""
+    if m <= _LEAST_BUCKET:
+        return (_LEAST_BUCKET,)
+    power = 1 << (m.bit_length() - 1)
+    steps = [power, power + power // 2, 2 * power] if power > _LEAST_BUCKET else [power, 2 * power]
+    below = max(step for step in steps if step <= m)
+    above = min(step for step in steps if step >= m)
+    return (below,) if below == above else (below, min(above, MAX_EXTENT))
