@@ -26,7 +26,20 @@ START_TIMEOUT_S: Final = 120.0
 
 
 class Builder(Protocol):
-    """What a compile process runs."""
+    """What a compile process runs; the tuning process has one too, which never builds."""
+
+    @property
+    def sass_passes(self) -> tuple[str, ...]:
+        """The values that the axis of that name has here."""
+
+    def replica(self) -> dict[str, Any]:
+        """Keyword arguments with which the factory makes the same builder elsewhere."""
+
+    def facts(self) -> dict[str, str]:
+        """compiler, template_hash and generator, as records keep them."""
+
+    def key(self, problem: GemmProblem, config: GemmConfig) -> str:
+        """The key that the configuration's cubin has, or would have; builds nothing."""
 
     def build(self, problem: GemmProblem, config: GemmConfig) -> Cubin:
         """The configuration's cubin; raises CompileError or another KgenError."""
@@ -62,6 +75,12 @@ class CompilePool:
             self._futures[key] = future
         return future
 
+    def counts(self) -> tuple[int, int]:
+        """Cubins compiled, and cubins found in the artifact store."""
+        cubins = [f.result() for f in self._futures.values() if _succeeded(f)]
+        num_cached = sum(cubin.from_cache for cubin in cubins)
+        return len(cubins) - num_cached, num_cached
+
     def close(self) -> None:
         """Drop what waits, kill what runs, end the processes."""
         self._stop.set()
@@ -87,3 +106,7 @@ class CompilePool:
         except queue.Empty:
             target, options = self._start
             return Child(target, options, START_TIMEOUT_S, self._stop)
+
+
+def _succeeded(future: Future[Cubin]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None

@@ -18,8 +18,8 @@ from kgen.problem import GemmProblem
 DEFAULT_TRIALS: Final = 40
 #: Module and factory of the child that owns the GPU; tests name a fake one.
 GPU_BACKEND: Final = "kgen.search.gpu_backend:create"
-#: Module and function that turns a configuration into a cubin; tests name a fake one.
-BUILDER: Final = "kgen.search.compile_pool:build_cubin"
+#: Module and factory of what turns configurations into cubins; tests name a fake one.
+BUILDER: Final = "kgen.search.builder:create"
 
 TUNED: Final = "tuned"
 PREDICTED: Final = "predicted"
@@ -41,15 +41,15 @@ class TuneOptions:
     device                  stands in for the GPU's facts where there is none
     leading                 candidates a problem gets where there is no GPU
     seed                    of the sampler
-    backend, builder        "module:function" that the child processes import
-    backend_options         keyword arguments of the backend's factory, picklable
+    backend, builder        "module:factory" that the child processes import
+    backend_options, builder_options   keyword arguments of the factories, picklable
     """
 
     trials: int | None = None
     budget_s: float | None = None
     budget_per_problem_s: float | None = None
     sampler: str = "tpe"
-    policy: str = "default"
+    policy: str = "cold"
     finalists: int = 4
     gpu: bool = True
     device: Device | None = None
@@ -58,6 +58,7 @@ class TuneOptions:
     backend: str = GPU_BACKEND
     builder: str = BUILDER
     backend_options: dict[str, Any] = field(default_factory=dict)
+    builder_options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def trial_limit(self) -> int | None:

@@ -33,18 +33,25 @@ START_PAUSE_S: Final = 2.0
 
 @dataclass(frozen=True)
 class Hello:
-    """What the child found: the device, its UUID (names the lock) and the software under it."""
+    """What the child found: the device, its UUID (names the lock) and the software under it.
+
+    `driver` is the driver's version, `cuda` the newest CUDA that it serves (major, minor).
+    """
 
     device: Device
     uuid: str
     driver: str = ""
-    cuda: str = ""
+    cuda: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One verified candidate's time. `error` is its largest relative tile error; times in us."""
+    """One verified candidate's time, in microseconds, by the policy of that name.
 
+    `error` is its largest relative tile error.
+    """
+
+    policy: str
     error: float
     median_us: float
     p10_us: float
@@ -94,6 +101,7 @@ class GpuWorker:
         self._on_replaced = on_replaced
         self._on_wait = on_wait
         self._lock: GpuLock | None = None
+        self._is_closed = False
         self._child = self._spawn()
         self._problem: GemmProblem | None = None
         self._errors: dict[str, float] = {}
@@ -131,7 +139,10 @@ class GpuWorker:
         return timed
 
     def close(self) -> None:
-        """End the child."""
+        """End the child; there will be no other."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._child.kill()
 
     def _call(self, method: str, *args: Any, times: int = 1) -> Any:
@@ -170,7 +181,11 @@ class GpuWorker:
     def _replace_if_broken(self, error: KgenError) -> bool:
         """Whether the error took the child with it; if so a new one is on its way."""
         lost_context = isinstance(error, DriverError) and error.fatal
-        if isinstance(error, Interrupted) or (self._child.alive and not lost_context):
+        if (
+            self._is_closed
+            or isinstance(error, Interrupted)
+            or (self._child.alive and not lost_context)
+        ):
             return False
         if lost_context:
             self._child.kill()

@@ -11,10 +11,11 @@ import os
 import signal
 import subprocess
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from kgen.build import Cubin
 from kgen.config import GemmConfig
 from kgen.device import H200
 from kgen.errors import (
@@ -29,21 +30,6 @@ from kgen.errors import (
 from kgen.problem import GemmProblem
 from kgen.render import problem_class
 from kgen.search.gpu_worker import Hello, Measured
-
-
-@dataclass(frozen=True)
-class Cubin:
-    key: str
-    data: bytes
-    entry: str
-    config: GemmConfig
-    d_dtype: str
-    registers: int
-    spill_bytes: int
-    from_cache: bool
-    source_path: str
-    log: str
-
 
 DEVICE = replace(H200, measured=True)
 GPU = "tests.unit.fake_search:FakeGpu"
@@ -62,7 +48,9 @@ class FakeGpu:
     """The backend. `behaviours`: str(config) to hang, abort, segv, fault, wrong, refused, ...
 
     `untunable` lists problems (as shapes lines) that can not be opened, `fast` configurations
-    that would be the fastest of all, `journal` a file that gets a line for every call.
+    that would be the fastest of all, `journal` a file that gets a line for every call, `spans`
+    one that gets begin and end of every measurement. `flaky` passes alone, and faults with others
+    and ever after.
     """
 
     behaviours: dict[str, str] = field(default_factory=dict)
@@ -70,6 +58,8 @@ class FakeGpu:
     fast: tuple[str, ...] = ()
     open_behaviour: str = ""
     journal: str = ""
+    flaky: str = ""
+    spans: str = ""
     uuid: str = "fake"
     trial_s: float = 0.0
     dead: bool = False
@@ -77,7 +67,7 @@ class FakeGpu:
     verified: dict[str, GemmConfig] = field(default_factory=dict)
 
     def hello(self) -> Hello:
-        return Hello(DEVICE, f"{self.uuid}", "fake driver", "13.0")
+        return Hello(DEVICE, self.uuid, "580.1", (13, 0))
 
     def open(self, problem: GemmProblem) -> None:
         self._check_context()
@@ -88,16 +78,26 @@ class FakeGpu:
             raise Untunable(f"{problem}: needs 900 GiB, the GPU has 139")
         self.problem = problem
 
-    def verify(self, cubin: Any) -> float:
+    def verify(self, cubin: Cubin) -> float:
         self._check_context()
         self._note(f"verify {cubin.config}")
+        if str(cubin.config) == self.flaky and "flaky" in Path(self.journal).read_text():
+            self._misbehave("fault")
         self._misbehave(self.behaviours.get(str(cubin.config), ""))
         self.verified[cubin.key] = cubin.config
         return 1.7e-3
 
     def time(self, keys: tuple[str, ...], policy: str) -> list[Measured]:
+        begin = time.monotonic()
         time.sleep(self.trial_s * len(keys))
-        return [self._time(self.verified[key]) for key in keys]
+        configs = [self.verified[key] for key in keys]
+        if len(keys) > 1 and self.flaky in map(str, configs):
+            self._note("flaky")
+            self._misbehave("fault")
+        if self.spans:
+            with Path(self.spans).open("a") as file:
+                file.write(f"{begin} {time.monotonic()}\n")
+        return [self._time(config) for config in configs]
 
     def _time(self, config: GemmConfig) -> Measured:
         self._note(f"time {config}")
@@ -106,7 +106,7 @@ class FakeGpu:
         assert self.problem is not None
         us = 500.0 if str(config) in self.fast else time_us(self.problem, config)
         clocks = {"sm_mhz": 1755, "mem_mhz": 3201}
-        return Measured(1.7e-3, us, us - 1, us + 1, (us - 1, us, us + 1), clocks)
+        return Measured("cold", 1.7e-3, us, us - 1, us + 1, (us - 1, us, us + 1), clocks)
 
     def _misbehave(self, how: str) -> None:
         match how:
@@ -159,6 +159,13 @@ class FakeBuilder:
     journal: str = ""
     build_s: float = 0.0
     version: str = "1"
+    settings: Any = None
+    driver_cuda: tuple[int, int] | None = None
+
+    sass_passes: tuple[str, ...] = ("none",)
+
+    def replica(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def facts(self) -> dict[str, str]:
         return {"compiler": "fake-1.0", "template_hash": "f" * 64, "generator": "kgen test"}
@@ -167,7 +174,7 @@ class FakeBuilder:
         text = f"{self.version} {problem_class(problem, config)} {config}"
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def build(self, problem: GemmProblem, config: GemmConfig) -> Any:
+    def build(self, problem: GemmProblem, config: GemmConfig) -> Cubin:
         if self.journal:
             with Path(self.journal).open("a") as file:
                 file.write(f"build {config}\n")

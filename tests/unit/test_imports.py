@@ -43,8 +43,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "search.stop search.child search.gpu_lock",
     ),
     (
-        "search.plan search.gpu_worker search.compile_pool search.run search.session "
-        "search.offline search.campaign search.tune",
+        "search.plan search.gpu_worker search.compile_pool search.builder search.gpu_body "
+        "search.gpu_backend search.run search.session search.offline search.campaign search.tune",
         "runtime.dispatch runtime.gemm",
     ),
     ("bench",),  # nn, compat, serve: to come
@@ -71,7 +71,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "verify": {"torch"},
     "measure": {"torch"},
     "search.strategy": {"optuna"},
-    "search.gpu_worker": {"torch"},
+    "search.gpu_body": {"torch"},
     "runtime.operands": {"torch"},
     "runtime.dispatch": {"torch"},
     "runtime.gemm": {"torch"},
@@ -91,6 +91,7 @@ NEVER_REACHED: dict[str, set[str]] = {
     "runtime.gemm": {"optuna", "kgen.search", "kgen.verify", "kgen.measure", "kgen.bench"},
     "search.strategy": {"kgen.build", "kgen.verify", "kgen.measure", "kgen.cache", "torch"},
     "search.events": {"torch", "cuda", "optuna", "sqlalchemy"},
+    "search.tune": {"torch"},
 }
 
 

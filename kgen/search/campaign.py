@@ -1,0 +1,303 @@
+"""The run on a GPU: `Campaign` gives each problem its trials, its finals and its report.
+
+Takes the run, the GPU's worker and the problems. While the GPU works on one candidate the next
+ones are chosen and compiled. For each candidate the order is fixed: build, verify, measure,
+record. Must not import torch, CUDA or optuna.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from kgen.errors import Interrupted, KgenError, Untunable
+from kgen.search.events import (
+    TUNED,
+    UNFINISHED,
+    Notice,
+    ProblemFinished,
+    ProblemReport,
+    ProblemStarted,
+    TrialFinished,
+)
+from kgen.search.gpu_worker import GpuWorker, Measured
+from kgen.search.plan import Plan
+from kgen.search.run import Run, status_of
+from kgen.search.session import Candidate, Session
+from kgen.shapes import ShapeLine
+
+if TYPE_CHECKING:
+    from kgen.build import Cubin
+    from kgen.config import GemmConfig
+
+#: The finalists are measured together once more should the first time bring in a new one.
+FINAL_ROUNDS: Final = 2
+#: Builds that wait beyond the processes at work, so that none of these runs dry.
+SPARE_BUILDS: Final = 2
+
+
+class Campaign:
+    """All problems of a run on one GPU."""
+
+    def __init__(self, run: Run, gpu: GpuWorker, plan: Plan, lines: Sequence[ShapeLine]) -> None:
+        self._run = run
+        self._gpu = gpu
+        self._plan = plan
+        self._sessions = [Session(run, line) for line in lines]
+        self._total_weight = sum(line.weight for line in lines)
+        self._reports: dict[int, ProblemReport] = {}
+        self._next: list[Session] = []
+        self._num_started = 0
+        self._mark = time.monotonic()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kgen-gpu")
+
+    def work(self) -> None:
+        """Do all that the limits allow; raises Interrupted when told to stop."""
+        try:
+            for session in self._open():
+                self._skip_if_finished(session)
+            while chosen := self._choose():
+                self._work_on(chosen)
+            for session in self._open():
+                self._finish(session)
+        except BaseException:
+            self._run.stop.set()  # what the GPU's thread waits for ends at once
+            raise
+        finally:
+            self._thread.shutdown(cancel_futures=True)
+
+    def reports(self) -> list[ProblemReport]:
+        """Where every problem stands, in the order given."""
+        return [
+            self._reports.get(id(session)) or session.report(is_full=False)
+            for session in self._sessions
+        ]
+
+    # -- who is next ---------------------------------------------------------------------------
+
+    def _open(self) -> list[Session]:
+        return [session for session in self._sessions if id(session) not in self._reports]
+
+    def _choose(self) -> Session | None:
+        """The problem that gets the next slice; finishes those that have had all."""
+        for session in self._open():
+            if self._is_done(session):
+                self._finish(session)
+        waiting = self._open()
+        if not waiting or not self._plan.room_for_trial(len(waiting)):
+            return None
+        order = self._plan.order([session.progress for session in waiting])
+        self._next = [waiting[index] for index in order]
+        return self._next[0]
+
+    def _is_done(self, session: Session) -> bool:
+        return bool(session.untunable) or session.is_exhausted or self._is_full(session)
+
+    def _is_full(self, session: Session) -> bool:
+        return self._plan.is_full(session.progress)
+
+    def _skip_if_finished(self, session: Session) -> None:
+        """Leave a problem alone that an earlier run gave as much as this one would."""
+        outcome = session.last_outcome()
+        if outcome is None or outcome.outcome != TUNED or session.winner is None:
+            return
+        if not self._is_covered(session, outcome.details):
+            return
+        report = replace(session.report(is_full=True), skipped=True)
+        report = replace(report, invalid_by_rule=dict(outcome.invalid_by_rule))
+        self._reports[id(session)] = report
+        self._run.on_event(ProblemFinished(report))
+
+    def _is_covered(self, session: Session, details: Any) -> bool:
+        """Whether limits that were used up, as an outcome keeps them, include the present ones."""
+        now = self._limits(session)
+        if details.get("num_exhausted") == len(session.valid):
+            return True
+        if now["trials"] is not None and session.progress.num_trials >= now["trials"]:
+            return True
+        for name in ("share_s", "per_problem_s"):
+            if now[name] is not None and details.get(name) is not None:
+                return bool(now[name] <= details[name] * 1.001)
+        return False
+
+    def _limits(self, session: Session) -> dict[str, Any]:
+        options = self._run.options
+        share = None
+        if options.budget_s is not None:
+            share = options.budget_s * session.line.weight / self._total_weight
+        return {
+            "trials": options.trial_limit,
+            "share_s": share,
+            "per_problem_s": options.budget_per_problem_s,
+        }
+
+    # -- trials --------------------------------------------------------------------------------
+
+    def _work_on(self, session: Session) -> None:
+        """One slice of trials for one problem."""
+        self._introduce(session)
+        before_us = session.best_us
+        self._mark = time.monotonic()
+        for _ in range(self._plan.slice_trials(session.progress)):
+            self._run.check_stop()
+            if self._is_done(session) or not self._plan.room_for_trial(len(self._open())):
+                break
+            self._build_ahead(session)
+            candidate = session.take(self._plan.deadline)
+            if candidate is None:
+                break
+            self._try(session, candidate)
+        session.progress.end_slice(before_us)
+
+    def _introduce(self, session: Session) -> None:
+        if session.is_introduced:
+            return
+        session.is_introduced = True
+        self._num_started += 1
+        self._run.on_event(
+            ProblemStarted(
+                session.problem,
+                self._num_started,
+                len(session.valid),
+                session.progress.num_trials,
+                session.invalid_by_rule,
+            )
+        )
+
+    def _build_ahead(self, session: Session) -> None:
+        """Keep the compilers busy: for this problem, and for those that come next."""
+        session.fill(self._plan.trials_left(session.progress))
+        for other in self._next[1:]:
+            if self._run.pool.num_waiting >= self._run.pool.jobs + SPARE_BUILDS:
+                break
+            if not other.pending:
+                other.fill(self._plan.slice_trials(other.progress))
+
+    def _try(self, session: Session, candidate: Candidate) -> None:
+        """Verify, time and record one candidate; a failure is a value."""
+        config = candidate.config
+        status, reason, median_us = "ok", "", None
+        on_gpu = False
+        try:
+            cubin = candidate.future.result()
+            on_gpu = True
+            (measured,) = self._measure(session, [cubin])
+        except Untunable as error:
+            session.untunable = str(error)
+            return
+        except KgenError as error:
+            status, reason = status_of(error), str(error)
+            self._run.record_failure(session.problem, config, status, reason)
+            session.add_failure(config, status, reason)
+        else:
+            median_us = measured.median_us
+            self._record(session, cubin, measured, "search")
+        seconds, self._mark = time.monotonic() - self._mark, time.monotonic()
+        session.progress.add_attempt(on_gpu, seconds)
+        self._plan.note_trial(seconds)
+        self._tell(session, config, status, reason, median_us)
+
+    def _measure(self, session: Session, cubins: list[Cubin]) -> list[Measured]:
+        """Have the GPU's worker measure, and choose and compile what comes next meanwhile."""
+        policy = self._run.options.policy
+        future = self._thread.submit(self._gpu.measure, session.problem, cubins, policy)
+        if not session.is_closed:
+            self._build_ahead(session)
+        return future.result()
+
+    def _record(self, session: Session, cubin: Cubin, measured: Measured, stage: str) -> None:
+        predicted_us = session.predicted_us(cubin.config)
+        self._run.record_ok(session.problem, cubin, measured, predicted_us, stage)
+        session.add_time(cubin.config, measured)
+
+    def _tell(
+        self,
+        session: Session,
+        config: GemmConfig,
+        status: str,
+        reason: str,
+        median_us: float | None,
+    ) -> None:
+        self._run.tell_of_lost_compilers()
+        self._run.on_event(
+            TrialFinished(
+                session.problem,
+                config,
+                status,
+                reason,
+                median_us,
+                session.predicted_us(config),
+                session.best_us,
+                session.num_configs,
+            )
+        )
+
+    # -- finals --------------------------------------------------------------------------------
+
+    def _finish(self, session: Session) -> None:
+        """Measure the finalists again, record the outcome, report."""
+        session.close()
+        is_full = self._is_done(session)
+        if session.winner is not None and not session.untunable and self._plan.room_for_final():
+            started = time.monotonic()
+            self._finals_of(session)
+            self._plan.note_final(time.monotonic() - started)
+        report = session.report(is_full)
+        self._reports[id(session)] = report
+        if report.outcome != UNFINISHED:
+            details = self._limits(session)
+            if session.is_exhausted:
+                details["num_exhausted"] = len(session.valid)
+            self._run.record_outcome(
+                session.problem,
+                report.outcome,
+                reason=report.reason,
+                num_trials=report.num_trials,
+                invalid_by_rule=report.invalid_by_rule,
+                details=details,
+            )
+        self._run.on_event(ProblemFinished(report))
+
+    def _finals_of(self, session: Session) -> None:
+        """Time the leading configurations interleaved: one lucky measurement names no winner."""
+        done: set[GemmConfig] = set()
+        for _ in range(FINAL_ROUNDS):
+            finalists = session.finalists(self._run.options.finalists)
+            if len(finalists) < 2 or done.issuperset(finalists):
+                return
+            done.update(finalists)
+            futures = [self._run.pool.submit(session.problem, c) for c in finalists]
+            for future in futures:
+                if not self._run.wait_any([future], self._plan.deadline):
+                    return
+            self._time_together(session, [future.result() for future in futures])
+
+    def _time_together(self, session: Session, cubins: list[Cubin]) -> None:
+        try:
+            measured = self._measure(session, cubins)
+        except (Interrupted, Untunable):
+            raise
+        except KgenError as error:
+            self._run.on_event(Notice(f"{session.problem}: finals failed, one by one: {error}"))
+            self._time_one_by_one(session, cubins)
+            return
+        for cubin, one in zip(cubins, measured, strict=True):
+            self._record(session, cubin, one, "final")
+
+    def _time_one_by_one(self, session: Session, cubins: list[Cubin]) -> None:
+        """Find out which finalist spoilt the others' measurement, and take it out."""
+        for cubin in cubins:
+            try:
+                (one,) = self._measure(session, [cubin])
+            except Untunable:
+                raise
+            except KgenError as error:
+                status, reason = status_of(error), str(error)
+                self._run.record_failure(session.problem, cubin.config, status, reason)
+                session.add_failure(cubin.config, status, reason)
+                self._tell(session, cubin.config, status, reason, None)
+            else:
+                self._record(session, cubin, one, "final")

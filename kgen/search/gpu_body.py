@@ -1,0 +1,175 @@
+"""What the GPU's child does: `GpuBody` makes inputs, verifies candidates and times them.
+
+Takes problems and cubins, gives `Measured`. Lives in a process of its own (see `gpu_worker`),
+which is killed when a candidate hangs and replaced when one breaks the context.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from kgen.build import Cubin
+from kgen.cases import D_DTYPES, Case
+from kgen.device import Device
+from kgen.errors import GpuMissing, KgenError, MeasureError, Untunable
+from kgen.measure import Timing, measure_many, policy_named
+from kgen.problem import GemmProblem
+from kgen.runtime import driver
+from kgen.runtime.kernel import Kernel, Launch, current_stream
+from kgen.search.gpu_worker import Hello, Measured
+from kgen.verify import Verified, verify
+
+#: A spread (10th to 90th percentile over the median) that calls for a second measurement: another
+#: process on the GPU, a clock that moved.
+NOISY: Final = 0.25
+#: Where the kernel module tells its version.
+_DRIVER_VERSION: Final = Path("/sys/module/nvidia/version")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A candidate that passed, ready to be timed."""
+
+    kernel: Kernel
+    launch: Launch
+    verified: Verified
+
+
+class GpuBody:
+    """The backend on one device. `case` and output belong to the problem that is open."""
+
+    def __init__(self, ordinal: int, device: Device) -> None:
+        if not torch.cuda.is_available():
+            raise GpuMissing(f"torch {torch.__version__} sees no CUDA device where the driver does")
+        torch.cuda.set_device(ordinal)
+        self._ordinal = ordinal
+        self._device = device
+        self._case: Case | None = None
+        self._output: torch.Tensor | None = None
+        self._contenders: dict[str, Contender] = {}
+        self._checked_policies: set[str] = set()
+
+    def hello(self) -> Hello:
+        """The device at hand."""
+        uuid = str(torch.cuda.get_device_properties(self._ordinal).uuid)
+        version = _DRIVER_VERSION.read_text().strip() if _DRIVER_VERSION.exists() else ""
+        return Hello(self._device, uuid, version, driver.driver_version())
+
+    def open(self, problem: GemmProblem) -> None:
+        """Free the last problem and make inputs and reference of this one."""
+        self._close()
+        with _explained(f"inputs and reference of {problem}"):
+            self._case = Case(problem, f"cuda:{self._ordinal}")
+            dtype = D_DTYPES[problem.d_dtype]
+            self._output = torch.empty(problem.m, problem.n, dtype=dtype, device=self._case.device)
+            torch.cuda.synchronize()
+
+    def _close(self) -> None:
+        contenders = list(self._contenders.values())
+        self._contenders.clear()
+        for contender in contenders:
+            contender.kernel.unload()
+        self._case = self._output = None
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def verify(self, cubin: Cubin) -> float:
+        """Load the cubin and check it; the largest error of a tile."""
+        assert self._case is not None, "a problem is open"
+        assert self._output is not None, "a problem is open"
+        problem = self._case.problem
+        config, ordinal = cubin.config, self._ordinal
+        kernel = Kernel.load(cubin.data, cubin.entry, config, cubin.d_dtype, ordinal)
+
+        def launch(*tensors: torch.Tensor) -> None:
+            a, sfa, b, sfb, d = tensors
+            kernel.prepare(a, sfa, b, sfb, d, problem.num_sms).run(current_stream(ordinal))
+
+        with _explained(f"verification of {config} for {problem}"):
+            verified = verify(launch, self._case, any_nk=config.baked_dims == "none")
+            inputs = self._case.inputs(problem.m)
+            ready = kernel.prepare(*inputs, self._output, problem.num_sms)
+        self._contenders[cubin.key] = Contender(kernel, ready, verified)
+        return verified.max_tile_error
+
+    def time(self, keys: tuple[str, ...], policy: str) -> list[Measured]:
+        """Time the candidates, alternating. What can not be true, or is noisy, is taken twice."""
+        self._check_policy(policy)
+        try:
+            timings = self._time(keys, policy)
+        except MeasureError:
+            return self._measured(self._time(keys, policy))
+        if any(timing.spread_us > NOISY * timing.median_us for timing in timings.values()):
+            again = self._time(keys, policy)
+            if _noise(again) < _noise(timings):
+                timings = again
+        return self._measured(timings)
+
+    def _time(self, keys: tuple[str, ...], policy: str) -> dict[str, Timing]:
+        stream = current_stream(self._ordinal)
+        calls = {}
+        for key in keys:
+            contender = self._contenders[key]
+            run = contender.launch.run
+            calls[key] = (contender.verified, lambda run=run: run(stream))
+        with _explained("timing"):
+            return measure_many(calls, policy_named(policy), self._device)
+
+    def _measured(self, timings: dict[str, Timing]) -> list[Measured]:
+        return [
+            Measured(
+                policy=timing.policy,
+                error=self._contenders[key].verified.max_tile_error,
+                median_us=timing.median_us,
+                p10_us=timing.p10_us,
+                p90_us=timing.p90_us,
+                samples_us=timing.samples_us,
+                clocks=timing.clocks,
+            )
+            for key, timing in timings.items()
+        ]
+
+    def _check_policy(self, policy: str) -> None:
+        """Try the policy on a fill, once: if that can not be timed, no candidate is to blame."""
+        if policy in self._checked_policies:
+            return
+        wanted = policy_named(policy)
+        buffer = torch.empty(1 << 20, dtype=torch.uint8, device=f"cuda:{self._ordinal}")
+        trivial = Verified(GemmProblem("dense", 1, 8, 16), 0.0, 0.0)
+        with _explained(f"policy {policy}"):
+            try:
+                measure_many({"fill": (trivial, lambda: buffer.fill_(0))}, wanted, self._device)
+            except MeasureError as error:
+                raise GpuMissing(
+                    f"policy {policy} can not be used on this machine: {error}"
+                ) from error
+        self._checked_policies.add(policy)
+
+
+def _noise(timings: dict[str, Timing]) -> float:
+    return max(timing.spread_us / timing.median_us for timing in timings.values())
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn torch's errors into what they mean: no memory, a refused call, a lost context."""
+    try:
+        yield
+    except KgenError:
+        raise
+    except torch.cuda.OutOfMemoryError as error:
+        free, total = (x / 2**30 for x in torch.cuda.mem_get_info())
+        raise Untunable(
+            f"{what}: out of GPU memory, {free:.1f} of {total:.1f} GiB free ({error})"
+        ) from error
+    except RuntimeError:
+        # Torch has no class for a lost context; the context itself knows.
+        driver.check(driver.api().cuCtxSynchronize(), what)
+        raise

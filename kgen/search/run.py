@@ -1,0 +1,197 @@
+"""What all parts of one tuning run share: `Run`, and how errors become statuses.
+
+Takes the pieces that `search.tune` opened, gives records and waits. Must not import torch, CUDA
+or optuna.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from kgen.cache.db import TuningDatabase
+from kgen.cache.records import ProblemOutcome, TrialRecord, provenance
+from kgen.config import GemmConfig
+from kgen.device import Device
+from kgen.errors import (
+    CompileError,
+    DriverError,
+    Interrupted,
+    InvalidConfig,
+    KgenError,
+    LaunchError,
+    MeasureError,
+    RenderError,
+    SassError,
+    WorkerDied,
+    WorkerTimeout,
+    WrongResult,
+)
+from kgen.problem import GemmProblem
+from kgen.search.compile_pool import Builder, CompilePool
+from kgen.search.events import OnEvent, TuneOptions, WorkerReplaced
+from kgen.search.gpu_worker import Hello, Measured
+from kgen.search.stop import StopFlag
+
+if TYPE_CHECKING:
+    from kgen.build import Cubin
+
+_POLL_S: Final = 0.1
+#: Reasons are for people; a compiler's whole log is in the artifact store.
+_MAX_REASON: Final = 2000
+
+
+def status_of(error: KgenError) -> str:
+    """The status of a candidate that failed like this; what is no candidate's fault is raised."""
+    match error:
+        case CompileError() | RenderError() | SassError() | InvalidConfig():
+            return "compile_failed"
+        case WrongResult() | MeasureError():
+            # A time that can not be true: the kernel did not do the work it was timed for.
+            return "wrong"
+        case WorkerTimeout():
+            return "timeout"
+        case WorkerDied() | DriverError(fatal=True):
+            return "faulted"
+        case LaunchError() | DriverError():
+            return "launch_failed"
+    raise error
+
+
+@dataclass
+class Run:
+    """One run: where it records, what it runs on, who works for it, when it must end."""
+
+    options: TuneOptions
+    db: TuningDatabase
+    run_id: int
+    device: Device
+    hello: Hello | None
+    builder: Builder
+    pool: CompilePool
+    on_event: OnEvent
+    stop: StopFlag
+    facts: Mapping[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.facts = self.builder.facts()
+
+    def key(self, problem: GemmProblem, config: GemmConfig) -> str:
+        """The key that the configuration's cubin has today."""
+        return self.builder.key(problem, config)
+
+    def check_stop(self) -> None:
+        """Raise Interrupted when the run was told to end."""
+        if self.stop.is_set():
+            raise Interrupted("the run was stopped")
+
+    def wait_any(self, futures: Iterable[Future[Cubin]], until: float) -> bool:
+        """Wait until one is done; False when `until` (time.monotonic) came first."""
+        waiting = list(futures)
+        while waiting:
+            if wait(waiting, timeout=_POLL_S, return_when=FIRST_COMPLETED).done:
+                return True
+            self.check_stop()
+            self.tell_of_lost_compilers()
+            if time.monotonic() > until:
+                return False
+        return False
+
+    def tell_of_lost_compilers(self) -> None:
+        """Report compile processes that were replaced since the last call."""
+        while not self.pool.replaced.empty():
+            self.on_event(WorkerReplaced("compile", self.pool.replaced.get()))
+
+    def record_ok(
+        self,
+        problem: GemmProblem,
+        cubin: Cubin,
+        measured: Measured,
+        predicted_us: float,
+        stage: str,
+    ) -> None:
+        """Append a verified time."""
+        self._record(
+            problem,
+            cubin.config,
+            cubin.key,
+            status="ok",
+            verified=True,
+            error=measured.error,
+            median_us=measured.median_us,
+            p10_us=measured.p10_us,
+            p90_us=measured.p90_us,
+            samples_us=measured.samples_us,
+            predicted_us=predicted_us,
+            policy=measured.policy,
+            registers=cubin.registers,
+            provenance=self._provenance(measured.clocks, stage=stage),
+        )
+
+    def record_failure(
+        self, problem: GemmProblem, config: GemmConfig, status: str, reason: str
+    ) -> None:
+        """Append a candidate that did not get as far as a time."""
+        self._record(
+            problem,
+            config,
+            self.key(problem, config),
+            status=status,
+            reason=reason[:_MAX_REASON],
+            provenance=self._provenance({}),
+        )
+
+    def record_compiled(self, problem: GemmProblem, cubin: Cubin, predicted_us: float) -> None:
+        """Append a candidate that was built and ranked by the model, and never ran."""
+        self._record(
+            problem,
+            cubin.config,
+            cubin.key,
+            status="compiled",
+            source="predicted",
+            predicted_us=predicted_us,
+            registers=cubin.registers,
+            provenance=self._provenance({}),
+        )
+
+    def record_outcome(self, problem: GemmProblem, outcome: str, **values: Any) -> None:
+        """Append how the problem ended on this device."""
+        record = ProblemOutcome(
+            problem=problem,
+            device_name=self.device.name,
+            num_sms=self.device.num_sms,
+            outcome=outcome,
+            **values,
+        )
+        self.db.record_outcome(record, self.run_id)
+
+    def _record(
+        self, problem: GemmProblem, config: GemmConfig, cubin_key: str, **values: Any
+    ) -> None:
+        trial = TrialRecord(
+            problem=problem,
+            config=config,
+            device_name=self.device.name,
+            num_sms=self.device.num_sms,
+            cubin_key=cubin_key,
+            **values,
+        )
+        self.db.record(trial, self.run_id)
+
+    def _provenance(self, clocks: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+        hello, facts = self.hello, dict(self.facts)
+        return provenance(
+            self.device,
+            driver=hello.driver if hello else "",
+            cuda="{}.{}".format(*hello.cuda) if hello and hello.cuda else "",
+            compiler=facts.pop("compiler"),
+            template_hash=facts.pop("template_hash"),
+            generator=facts.pop("generator"),
+            clocks=clocks,
+            sampler=self.options.sampler,
+            **facts,
+            **more,
+        )
