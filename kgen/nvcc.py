@@ -20,6 +20,8 @@ from kgen.errors import CompilerMissing
 
 #: Variables by which a user's shell would add flags that no cache key knows of.
 _HIDDEN_FLAGS: Final = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+#: How env, like a shell, says that there is no such program or that it is none.
+_NOT_RUNNABLE: Final = (126, 127)
 
 
 @dataclass(frozen=True)
@@ -70,17 +72,24 @@ def _run(command: list[str], folder: str, timeout_s: float) -> Output:
     except BaseException:
         _kill_tree(child)
         raise
-    return Output(b"", printed.decode("utf-8", "replace").rstrip(), child.returncode)
+    log = printed.decode("utf-8", "replace").rstrip()
+    if child.returncode in _NOT_RUNNABLE:
+        raise CompilerMissing(f"{command[0]}: can not be run: {log}")
+    return Output(b"", log, child.returncode)
 
 
 def _kill_tree(child: subprocess.Popen[bytes]) -> None:
     """Kill nvcc with the cicc and ptxas it runs. They stay in our process group, so that who kills
     that reaches them too; stopped first, nvcc starts no other while they are listed."""
-    child.send_signal(signal.SIGSTOP)
-    for pid in [*_descendants(child.pid), child.pid]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    child.wait()
+    if child.poll() is None:
+        child.send_signal(signal.SIGSTOP)
+        for pid in _descendants(child.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        child.kill()
+        child.wait()
+    if child.stdout:
+        child.stdout.close()
 
 
 def _descendants(pid: int) -> list[int]:

@@ -161,14 +161,24 @@ def _nvcc_paths(settings: SettingsLike) -> Iterator[str]:
     paths = [str(home)] if home and home.is_file() else []
     paths += [p for p in (shutil.which("nvcc"),) if p]
     paths += _in_python(_NVCC_PATTERNS)
-    yield from {Path(p).resolve(): p for p in reversed(paths)}.values()
+    yield from _distinct(paths)
 
 
 def _in_python(patterns: tuple[str, ...]) -> Iterator[str]:
-    """Files below the folders that Python imports from; links to one file count once."""
+    """Files below the folders that Python imports from."""
     roots = [Path(p) for p in (*sys.path, f"{sys.prefix}/lib") if p]
     found = (p for root in roots for pattern in patterns for p in sorted(root.glob(pattern)))
-    yield from {p.resolve(): str(p) for p in found}.values()
+    yield from _distinct(str(p) for p in found)
+
+
+def _distinct(paths: Iterable[str]) -> Iterator[str]:
+    """The first path of each file."""
+    seen: set[Path] = set()
+    for path in paths:
+        real = Path(path).resolve()
+        if real not in seen:
+            seen.add(real)
+            yield path
 
 
 def _working_version(name: str, path: str) -> tuple[int, ...]:
