@@ -94,9 +94,9 @@ class Fit:
     box_rows_lost: float = 6.0
     #: Bandwidth that one SM can draw from memory. Guess: 60 SMs should fill an H200.
     sm_gbps: float = 65.0
-    #: Split K: two cluster barriers and a remote read, then partials at the rate of remote
-    #: shared memory. Guess: not measured.
-    reduce_us: float = 1.0
+    #: Split K: the last WGMMA drained and one trip over the cluster, then a tile of FP32 partials
+    #: at the rate of remote shared memory. Guess: not measured.
+    reduce_us: float = 0.8
     reduce_gbps: float = 70.0
 
 
@@ -240,8 +240,7 @@ def _feed_us(p: GemmProblem, c: GemmConfig, device: Device, fit: Fit, ctas: int)
 def _epilogue_us(p: GemmProblem, c: GemmConfig, fit: Fit) -> float:
     columns = c.block_n * ceil_div(c.block_m // c.num_math_warpgroups, WGMMA_M)
     if c.split_k > 1:
-        partial_bytes = min(p.m, c.block_m) * c.block_n * 4
-        return fit.reduce_us + partial_bytes / (fit.reduce_gbps * 1e3)
+        return fit.reduce_us + c.block_m * c.block_n * 4 / (fit.reduce_gbps * 1e3)
     return fit.epilogue_us + fit.epilogue_us_per_column_byte * columns * D_DTYPE_BYTES[p.d_dtype]
 
 

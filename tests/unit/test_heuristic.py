@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,13 @@ def deepgemm_choices(problem: GemmProblem) -> Iterator[GemmConfig]:
             yield from walks
 
 
-def deepgemm_predicted_us(row: dict[str, Any]) -> float:
-    problem = problem_of(row)
+@cache
+def best_deepgemm_us(problem: GemmProblem) -> float:
     return min(predict_us(problem, c, H200) for c in deepgemm_choices(problem))
+
+
+def deepgemm_predicted_us(row: dict[str, Any]) -> float:
+    return best_deepgemm_us(problem_of(row))
 
 
 def deepgemm_measured_us(row: dict[str, Any]) -> float:
