@@ -202,10 +202,16 @@ class Kernel:
     """A cubin loaded on one device, for every M of its problem class."""
 
     def __init__(
-        self, module: int, function: int, entry: str, config: GemmConfig, d_dtype: str, ordinal: int
+        self,
+        handles: tuple[int, int],
+        entry: str,
+        config: GemmConfig,
+        *,
+        d_dtype: str,
+        ordinal: int,
     ) -> None:
-        self._module = module
-        self.function = function
+        """Wraps the (module, function) handles that `driver.load_function` gave; see `load`."""
+        self._module, self.function = handles
         self.entry = entry
         self.config = config
         self.d_dtype = d_dtype
@@ -214,12 +220,14 @@ class Kernel:
         self.device = driver.device_facts(ordinal)
         size = config.cluster_size
         if size > 1:
-            threads, smem_bytes = self.resources.threads, self.resources.smem_bytes
-            count = driver.max_active_clusters(function, size, threads, smem_bytes, ordinal)
+            r = self.resources
+            count = driver.max_active_clusters(
+                self.function, size, r.threads, r.smem_bytes, ordinal
+            )
             self.device = replace(self.device, clusters_by_size=((size, count),))
 
     @classmethod
-    def load(
+    def load(  # noqa: PLR0917, what a cubin comes with, in that order
         cls,
         cubin: bytes,
         entry: str,
@@ -235,14 +243,14 @@ class Kernel:
         """
         smem_bytes = resources(config, d_dtype).smem_bytes
         try:
-            module, function = driver.load_function(cubin, entry, smem_bytes, ordinal)
-            return cls(module, function, entry, config, d_dtype, ordinal)
+            handles = driver.load_function(cubin, entry, smem_bytes, ordinal)
+            return cls(handles, entry, config, d_dtype=d_dtype, ordinal=ordinal)
         except DriverError as error:
             if error.fatal or error.code == 0:
                 raise
             raise LaunchError(_load_message(error, made_by, ordinal)) from error
 
-    def prepare(
+    def prepare(  # noqa: PLR0917, five tensors in the kernel's order
         self,
         a: torch.Tensor,
         sfa: torch.Tensor,
@@ -266,7 +274,7 @@ class Kernel:
         o.pack_into(args, self.resources, self.d_dtype)
         return Launch(self, args, grid_size(problem, self.config, self.device))
 
-    def __call__(
+    def __call__(  # noqa: PLR0917, five tensors in the kernel's order
         self,
         a: torch.Tensor,
         sfa: torch.Tensor,

@@ -174,16 +174,6 @@ def test_clusters_are_asked_for(fake: FakeDriver) -> None:
     assert fake.launches[0].grid == [9 * 4, 1, 1]
 
 
-def test_the_grid_is_of_clusters_that_fit(fake: FakeDriver) -> None:
-    config = GemmConfig(block_m=64, block_n=64, num_math_warpgroups=1, split_k=4)
-    assert load(config).prepare(**tensors(16, 4096, 7168)).grid == 30 * 4
-    fake.clusters = {4: 3}
-    assert load(config).prepare(**tensors(16, 4096, 7168)).grid == 3 * 4
-    fake.clusters = {}
-    with pytest.raises(LaunchError, match="no room for a cluster of 4 CTAs"):
-        load(config)
-
-
 def test_columns_of_a_short_b_are_padded_by_tma(fake: FakeDriver) -> None:
     t = {**tensors(16, 573, 512), "d": aligned(16, 576, torch.bfloat16)}
     f = tail(load().prepare(**t).args)
