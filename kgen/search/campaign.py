@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -106,8 +106,12 @@ class Campaign:
             return
         if not self._is_covered(session, outcome.details):
             return
-        report = replace(session.report(is_full=True), skipped=True)
-        report = replace(report, invalid_by_rule=dict(outcome.invalid_by_rule))
+        report = replace(
+            session.report(is_full=True),
+            skipped=True,
+            default_us=outcome.details.get("default_us"),
+            invalid_by_rule=dict(outcome.invalid_by_rule),
+        )
         self._reports[id(session)] = report
         self._run.on_event(ProblemFinished(report))
 
@@ -145,7 +149,7 @@ class Campaign:
             self._run.check_stop()
             if self._is_done(session) or not self._plan.room_for_trial(len(self._open())):
                 break
-            self._build_ahead(session)
+            session.fill(self._plan.trials_left(session.progress))
             candidate = session.take(self._plan.deadline)
             if candidate is None:
                 break
@@ -167,11 +171,12 @@ class Campaign:
             )
         )
 
-    def _build_ahead(self, session: Session) -> None:
-        """Keep the compilers busy: for this problem, and for those that come next."""
+    def _build_ahead(self, session: Session, gpu: Future[list[Measured]]) -> None:
+        """Keep the compilers busy while the GPU is: for this problem, and those that come next."""
         session.fill(self._plan.trials_left(session.progress))
+        enough = self._run.pool.jobs + SPARE_BUILDS
         for other in self._next[1:]:
-            if self._run.pool.num_waiting >= self._run.pool.jobs + SPARE_BUILDS:
+            if gpu.done() or self._run.pool.num_waiting >= enough:
                 break
             if not other.pending:
                 other.fill(self._plan.slice_trials(other.progress))
@@ -205,7 +210,7 @@ class Campaign:
         policy = self._run.options.policy
         future = self._thread.submit(self._gpu.measure, session.problem, cubins, policy)
         if not session.is_closed:
-            self._build_ahead(session)
+            self._build_ahead(session, future)
         return future.result()
 
     def _record(self, session: Session, cubin: Cubin, measured: Measured, stage: str) -> None:
@@ -248,7 +253,7 @@ class Campaign:
         report = session.report(is_full)
         self._reports[id(session)] = report
         if report.outcome != UNFINISHED:
-            details = self._limits(session)
+            details = {**self._limits(session), "default_us": report.default_us}
             if session.is_exhausted:
                 details["num_exhausted"] = len(session.valid)
             self._run.record_outcome(

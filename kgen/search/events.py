@@ -187,4 +187,5 @@ class TuneReport:
 
 
 TuneEvent = RunStarted | ProblemStarted | TrialFinished | WorkerReplaced | Notice | ProblemFinished
+#: Gets every event of a run, one at a time; some come from another thread than the caller's.
 OnEvent = Callable[[TuneEvent], None]

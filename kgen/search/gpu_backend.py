@@ -16,9 +16,11 @@ def create(ordinal: int = 0) -> Backend:
     try:
         device = driver.device_facts(ordinal)
     except DriverError as error:
-        raise GpuMissing(f"no GPU: {error}") from error
+        raise GpuMissing(str(error).rstrip(".")) from error
     if not device.is_hopper:
         raise GpuMissing(f"no Hopper GPU: {device.name} is {device.arch}, kernels are for sm_90a")
-    from kgen.search.gpu_body import GpuBody
-
+    try:
+        from kgen.search.gpu_body import GpuBody
+    except ImportError as error:
+        raise GpuMissing(f"{device.name} can not be used: {error}") from error
     return GpuBody(ordinal, device)

@@ -50,6 +50,7 @@ class GpuBody:
             raise GpuMissing(f"torch {torch.__version__} sees no CUDA device where the driver does")
         torch.cuda.set_device(ordinal)
         self._ordinal = ordinal
+        self._torch_device = torch.device("cuda", ordinal)
         self._device = device
         self._case: Case | None = None
         self._output: torch.Tensor | None = None
@@ -66,9 +67,12 @@ class GpuBody:
         """Free the last problem and make inputs and reference of this one."""
         self._close()
         with _explained(f"inputs and reference of {problem}"):
-            self._case = Case(problem, f"cuda:{self._ordinal}")
+            case = Case(problem, self._torch_device)
+            # Made here, under the limit of `open`, and not in the first candidate's time.
+            _ = case.output, case.exact, case.own_growth
             dtype = D_DTYPES[problem.d_dtype]
-            self._output = torch.empty(problem.m, problem.n, dtype=dtype, device=self._case.device)
+            self._output = torch.empty(problem.m, problem.n, dtype=dtype, device=case.device)
+            self._case = case
             torch.cuda.synchronize()
 
     def _close(self) -> None:
@@ -141,7 +145,7 @@ class GpuBody:
         if policy in self._checked_policies:
             return
         wanted = policy_named(policy)
-        buffer = torch.empty(1 << 20, dtype=torch.uint8, device=f"cuda:{self._ordinal}")
+        buffer = torch.empty(1 << 20, dtype=torch.uint8, device=self._torch_device)
         trivial = Verified(GemmProblem("dense", 1, 8, 16), 0.0, 0.0)
         with _explained(f"policy {policy}"):
             try:

@@ -228,7 +228,7 @@ class Session:
         """Why the problem can have no winner here, or "" while it may still get one."""
         if self.untunable and self.winner is None:
             return self.untunable
-        if self.winner is not None:
+        if self.winner is not None or not self.is_introduced:
             return ""
         if not self.valid:
             rules = ", ".join(f"{rule} {n}" for rule, n in sorted(self.invalid_by_rule.items()))
@@ -248,7 +248,7 @@ class Session:
         if self.winner is not None:
             outcome = TUNED
             times = self._times[self.winner]
-            default_us = self.best_of(self.default)
+            default_us = self.best_of(self.default) if self.is_introduced else math.inf
             values = {
                 "config": self.winner,
                 "median_us": self.best_us,
