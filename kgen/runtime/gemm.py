@@ -56,7 +56,8 @@ _MAX_DIRECT_M: Final = 128
 
 _stats = Stats()
 _prepared: dict[tuple[Any, ...], tuple[int, Launch]] = {}
-_dispatchers: dict[int, Dispatcher] = {}
+#: By device; for one that kernels can not be had for, the reason.
+_dispatchers: dict[int, Dispatcher | str] = {}
 _lock = threading.Lock()
 
 
@@ -252,22 +253,26 @@ def _first_call(x: Inputs, key: tuple[Any, ...]) -> None:
 
 
 def _plan(ordinal: int, sizes: Sizes) -> Plan:
-    try:
-        dispatcher = _dispatchers.get(ordinal) or _make_dispatcher(ordinal)
-    except KgenError as error:
-        raise_if_final(error)
-        return Plan(None, None, str(error))
+    dispatcher = _dispatchers.get(ordinal) or _make_dispatcher(ordinal)
+    if isinstance(dispatcher, str):
+        return Plan(None, None, dispatcher)
     sms = _Budget.num_sms if _Budget.num_sms < dispatcher.device.num_sms else 0
     m, n, k = sizes.m, round_up(sizes.n, 8), round_up(sizes.k, 16)
     return dispatcher.plan(GemmProblem("dense", m, n, k, d_dtype=sizes.d_dtype, num_sms=sms))
 
 
-def _make_dispatcher(ordinal: int) -> Dispatcher:
+def _make_dispatcher(ordinal: int) -> Dispatcher | str:
     with _lock:
         if ordinal not in _dispatchers:
             settings = Settings.from_env()
-            builder = StoredBuilder(settings)
-            _dispatchers[ordinal] = Dispatcher(ordinal, builder, settings.db_url, _stats)
+            try:
+                builder = StoredBuilder(settings)
+                made = Dispatcher(ordinal, builder, settings.db_url, _stats)
+            except KgenError as error:
+                raise_if_final(error)
+                _dispatchers[ordinal] = str(error)
+            else:
+                _dispatchers[ordinal] = made
         return _dispatchers[ordinal]
 
 

@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from kgen.config import GemmConfig
-from kgen.errors import CompileError, DatabaseError, DriverError, LaunchError, UnsupportedInput
+from kgen.errors import (
+    CompileError,
+    CompilerMissing,
+    DatabaseError,
+    DriverError,
+    LaunchError,
+    UnsupportedInput,
+)
 from kgen.problem import GemmProblem, ceil_div
 from kgen.runtime import dispatch, driver, gemm
 from kgen.runtime.dispatch import Dispatcher
@@ -262,6 +269,26 @@ def test_no_driver_bindings_falls_back(world: World, monkeypatch: pytest.MonkeyP
     with pytest.warns(KgenWarning, match="can not be imported"):
         t = call(16)
     assert (t["out"] == K).all()
+
+
+def test_no_compiler_falls_back_and_is_looked_for_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = []
+
+    def missing(settings: object) -> None:
+        looked.append(settings)
+        raise CompilerMissing("no compiler to use: looked here and there")
+
+    monkeypatch.setattr(gemm, "StoredBuilder", missing)
+    with pytest.warns(KgenWarning, match="looked here and there"):
+        call(16)
+    assert (call(17)["out"] == K).all()
+    assert len(looked) == 1
+    gemm.reload()
+    call(16)
+    assert len(looked) == 2
+    assert gemm.stats()["fallbacks"] == {"no compiler to use: looked here and there": 3}
 
 
 def test_a_lost_context_is_raised_and_nothing_answers_instead(world: World) -> None:
