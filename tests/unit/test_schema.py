@@ -57,11 +57,17 @@ UNTIMED = {"median_us": None, "p10_us": None, "p90_us": None, "samples_us": None
 FAILED = {**UNTIMED, "status": "faulted", "verified": 0, "error": None}
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    path = tmp_path / "tuning.db"
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fresh") / "tuning.db"
     TuningDatabase.open(path).close()
     return path
+
+
+@pytest.fixture
+def path(tmp_path: Path, fresh: Path) -> Path:
+    """A new database: copied, since making one waits for the disk several times."""
+    return Path(shutil.copy(fresh, tmp_path / "tuning.db"))
 
 
 def insert(path: Path, changes: dict[str, Any], verb: str = "INSERT") -> None:

