@@ -7,7 +7,9 @@ Must not import anything but the standard library and kgen.errors.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Final
 
 from kgen.errors import SassError
@@ -17,12 +19,15 @@ EM_CUDA: Final = 190
 _SHT_PROGBITS: Final = 1
 _SHT_SYMTAB: Final = 2
 _SHT_NOBITS: Final = 8
-_TEXT: Final = ".text."
+#: Name of a code section, before the kernel's.
+TEXT: Final = ".text."
 _HEADER: Final = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION: Final = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL: Final = struct.Struct("<IBBHQQ")
-#: .nv.info attributes (format 4: size, payload; payload here: symbol index, value).
+#: Attributes of .nv.info (format 4: a size and a payload). Registers and frame stand in the common
+#: section as (symbol, value), the launch bound in the kernel's own as three extents.
 _EIFMT_SVAL: Final = 4
+_EIATTR_MAX_THREADS: Final = 0x05
 _EIATTR_FRAME_SIZE: Final = 0x11
 _EIATTR_REGCOUNT: Final = 0x2F
 #: Start of every block's shared memory, kept by the system on sm_90; sections count it.
@@ -82,7 +87,7 @@ def _c_string(data: bytes, offset: int) -> str:
 
 def code_sections(cubin: bytes) -> list[Section]:
     """The sections that hold kernels; raises SassError when there is none."""
-    found = [s for s in sections(cubin) if s.name.startswith(_TEXT) and s.kind == _SHT_PROGBITS]
+    found = [s for s in sections(cubin) if s.name.startswith(TEXT) and s.kind == _SHT_PROGBITS]
     if not found:
         raise SassError("the cubin has no code")
     return found
@@ -91,11 +96,11 @@ def code_sections(cubin: bytes) -> list[Section]:
 def kernel_facts(cubin: bytes, entry: str) -> KernelFacts:
     """Resources of the kernel named `entry`; raises SassError when the cubin has no such kernel."""
     found = {s.name: s for s in sections(cubin)}
-    if _TEXT + entry not in found:
-        have = [name.removeprefix(_TEXT) for name in found if name.startswith(_TEXT)]
+    if TEXT + entry not in found:
+        have = [name.removeprefix(TEXT) for name in found if name.startswith(TEXT)]
         raise SassError(f"no kernel {entry!r} in the cubin: it has {', '.join(have) or 'none'}")
     try:
-        values = _info_values(cubin, found, entry)
+        values = _values_of(entry, cubin, found)
     except _UNREADABLE as error:
         raise SassError(f"cubin of {len(cubin)} bytes: corrupt .nv.info ({error})") from error
     if _EIATTR_REGCOUNT not in values:
@@ -109,22 +114,38 @@ def kernel_facts(cubin: bytes, entry: str) -> KernelFacts:
     )
 
 
-def _info_values(cubin: bytes, found: dict[str, Section], entry: str) -> dict[int, int]:
-    """Attribute -> value of the (symbol, value) pairs in .nv.info that name `entry`."""
-    names = _symbol_names(cubin, found)
-    info = found.get(".nv.info")
-    values: dict[int, int] = {}
+def launch_bound(cubin: bytes, entry: str) -> int:
+    """The most threads a block of this kernel may have; 0 where the source set no bound."""
+    found = {s.name: s for s in sections(cubin)}
+    try:
+        for attribute, payload in _attributes(cubin, found.get(f".nv.info.{entry}")):
+            if attribute == _EIATTR_MAX_THREADS:
+                return prod(struct.unpack("<3I", payload))
+    except _UNREADABLE as error:
+        raise SassError(f"kernel {entry!r}: corrupt .nv.info ({error})") from error
+    return 0
+
+
+def _attributes(cubin: bytes, info: Section | None) -> Iterator[tuple[int, bytes]]:
+    """(attribute, payload) of an .nv.info section, of those that have a sized payload."""
     offset, end = (info.offset, info.offset + info.size) if info else (0, 0)
     while offset < end:
         fmt, attribute, size = struct.unpack_from("<BBH", cubin, offset)
         offset += 4
-        if fmt != _EIFMT_SVAL:
-            continue
-        if size == 8:
-            symbol, value = struct.unpack_from("<II", cubin, offset)
+        if fmt == _EIFMT_SVAL:
+            yield attribute, cubin[offset : offset + size]
+            offset += size
+
+
+def _values_of(entry: str, cubin: bytes, found: dict[str, Section]) -> dict[int, int]:
+    """Attribute -> value, of the (symbol, value) pairs in .nv.info that name `entry`."""
+    names = _symbol_names(cubin, found)
+    values: dict[int, int] = {}
+    for attribute, payload in _attributes(cubin, found.get(".nv.info")):
+        if len(payload) == 8:
+            symbol, value = struct.unpack("<II", payload)
             if names[symbol] == entry:
                 values[attribute] = value
-        offset += size
     return values
 
 

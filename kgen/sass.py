@@ -28,6 +28,9 @@ STAY: Final = 1 << 45
 REUSE: Final = 0xF << 58
 #: Shorter runs are address or epilogue arithmetic, not promotion.
 MIN_RUN: Final = 8
+#: Up to this launch bound one math warpgroup runs at a time: nobody to yield to. ptxas from 12.9
+#: on draws the same line when it interleaves by itself.
+MAX_UNSHARED_THREADS: Final = 256
 
 _WORDS: Final = struct.Struct("<QQ")
 
@@ -59,6 +62,15 @@ class Instruction:
         return bool(self.high & REUSE) and bool(self.high & STAY)
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """The code of one kernel; `launch_bound` in threads a block, 0 where the source sets none."""
+
+    name: str
+    launch_bound: int
+    code: tuple[Instruction, ...]
+
+
 def patch(cubin: bytes, pass_name: str) -> Patched:
     """Run one pass over every kernel of a cubin.
 
@@ -69,7 +81,7 @@ def patch(cubin: bytes, pass_name: str) -> Patched:
     if pass_name not in _PASSES:
         expected = ", ".join(("none", *_PASSES))
         raise SassError(f"SASS pass {pass_name!r}: expected one of {expected}")
-    edits = [edit for code in _kernels(cubin) for edit in _PASSES[pass_name](code)]
+    edits = [edit for kernel in kernels(cubin) for edit in _PASSES[pass_name](kernel)]
     patched = bytearray(cubin)
     for edit in edits:
         _WORDS.pack_into(patched, edit.offset, edit.low, edit.high)
@@ -84,16 +96,18 @@ def pass_version(pass_name: str) -> str:
     return hashlib.sha256(source.encode()).hexdigest()
 
 
-def _kernels(cubin: bytes) -> Iterator[list[Instruction]]:
-    """The instructions of each kernel."""
+def kernels(cubin: bytes) -> Iterator[Kernel]:
+    """The kernels of a cubin, their instructions in order; raises SassError."""
     for section in elf.code_sections(cubin):
         if section.size % INSTRUCTION_BYTES:
             raise SassError(f"{section.name}: {section.size} bytes are no whole instructions")
         offsets = range(section.offset, section.offset + section.size, INSTRUCTION_BYTES)
-        yield [Instruction(offset, *_WORDS.unpack_from(cubin, offset)) for offset in offsets]
+        code = tuple(Instruction(offset, *_WORDS.unpack_from(cubin, offset)) for offset in offsets)
+        name = section.name.removeprefix(elf.TEXT)
+        yield Kernel(name, elf.launch_bound(cubin, name), code)
 
 
-def interleave(code: list[Instruction]) -> Iterator[Instruction]:
+def interleave(kernel: Kernel) -> Iterator[Instruction]:
     """Let every second FFMA of a run yield instead of reuse, where ptxas let none.
 
     ptxas up to 12.8 asks for operand reuse on nearly all of them, so that one warp holds the
@@ -101,7 +115,9 @@ def interleave(code: list[Instruction]) -> Iterator[Instruction]:
     it alternates by itself: no two neighbours reuse, and this pass finds nothing to change.
     Giving up a reuse is always right: the operand is read from its register again.
     """
-    for run in _runs(code, FFMA):
+    if kernel.launch_bound <= MAX_UNSHARED_THREADS:
+        return
+    for run in _runs(kernel.code, FFMA):
         before_reuses = False
         for ffma in run if len(run) >= MIN_RUN else ():
             if ffma.reuses and before_reuses:
@@ -124,6 +140,6 @@ def _runs(code: Iterable[Instruction], opcode: int) -> Iterator[list[Instruction
         yield run
 
 
-_PASSES: Final[dict[str, Callable[[list[Instruction]], Iterator[Instruction]]]] = {
+_PASSES: Final[dict[str, Callable[[Kernel], Iterator[Instruction]]]] = {
     "interleave": interleave,
 }

@@ -24,6 +24,7 @@ class Kernel:
     registers: int = 40
     frame_bytes: int = 0
     smem_bytes: int = 1024
+    launch_bound: tuple[int, int, int] | None = (384, 1, 1)
 
 
 def cubin(*kernels: Kernel, machine: int = 190) -> bytes:
@@ -46,6 +47,8 @@ def cubin(*kernels: Kernel, machine: int = 190) -> bytes:
         code = b"".join(struct.pack("<QQ", *words) for words in k.code)
         bodies.append((f".text.{k.name}", 1, code, 0))
         bodies.append((f".nv.shared.{k.name}", 8, b"", k.smem_bytes))
+        bound = struct.pack("<BBH3I", 4, 5, 12, *k.launch_bound) if k.launch_bound else b""
+        bodies.append((f".nv.info.{k.name}", 0x70000000, bound, 0))
     return _elf(bodies, machine)
 
 

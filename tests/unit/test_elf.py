@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kgen.elf import KernelFacts, code_sections, kernel_facts, sections
+from kgen.elf import KernelFacts, code_sections, kernel_facts, launch_bound, sections
 from kgen.errors import SassError
 from tests.unit.synthetic_cubin import NOP, Kernel, cubin, ffma
 
@@ -17,6 +17,13 @@ TWO = cubin(
 def test_facts_are_those_of_the_kernel_asked_for() -> None:
     assert kernel_facts(TWO, "first") == KernelFacts(168, 48, 400)
     assert kernel_facts(TWO, "second") == KernelFacts(24, 0, 0)
+
+
+def test_the_launch_bound_is_a_product_or_not_set() -> None:
+    two = cubin(
+        Kernel("a", (NOP,), launch_bound=(64, 6, 2)), Kernel("b", (NOP,), launch_bound=None)
+    )
+    assert (launch_bound(two, "a"), launch_bound(two, "b")) == (768, 0)
 
 
 def test_sections_lie_where_the_code_is() -> None:
@@ -63,5 +70,6 @@ def test_any_cut_or_flipped_header_byte_is_refused_or_read_but_never_crashes() -
         broken[at] ^= 0xFF
         try:
             kernel_facts(bytes(broken), "first")
+            launch_bound(bytes(broken), "first")
         except SassError:
             continue

@@ -63,6 +63,17 @@ def test_what_needs_no_interleaving_stays(code: Code) -> None:
     assert patched(code) == (code, 0)
 
 
+@pytest.mark.parametrize(
+    ("bound", "changed"),
+    [((256, 1, 1), 0), ((257, 1, 1), 4), ((64, 8, 1), 4), (None, 0)],
+)
+def test_a_kernel_of_one_math_warpgroup_has_nobody_to_yield_to(
+    bound: tuple[int, int, int] | None, changed: int
+) -> None:
+    code = cubin(Kernel("k", (STAYS,) * 8, launch_bound=bound))
+    assert sass.patch(code, "interleave").sites_changed == changed
+
+
 def test_a_second_pass_finds_nothing() -> None:
     once = sass.patch(cubin(Kernel("k", (STAYS,) * 64)), "interleave")
     assert once.sites_changed == 32
