@@ -86,6 +86,16 @@ def add_compiler(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_policy(parser: argparse.ArgumentParser) -> None:
+    """--policy."""
+    parser.add_argument(
+        "--policy",
+        metavar="NAME",
+        default="default",
+        help="how times are taken: cold, hot or cold-events (default: cold, L2 flushed)",
+    )
+
+
 def add_json(parser: argparse.ArgumentParser, default: str = "a table") -> None:
     """--json; `default` says what is printed without it."""
     parser.add_argument("--json", action="store_true", help=f"print JSON (default: {default})")

@@ -20,7 +20,7 @@ from kgen.cli.arguments import (
     database_at,
     lines_of,
 )
-from kgen.cli.output import data_json, microseconds, note, table
+from kgen.cli.output import data_json, microseconds, note, spread, table
 from kgen.settings import Settings
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _print(rows: list[TrialRow]) -> None:
             f"{row.device_name}, {row.num_sms} SMs",
             "measured" if row.status == "ok" else "predicted",
             microseconds(row.median_us if row.status == "ok" else row.predicted_us),
-            f"{microseconds(row.p10_us)}–{microseconds(row.p90_us)}" if row.p10_us else "–",
+            spread(row.p10_us, row.p90_us),
             f"{row.error:.1e}" if row.error is not None else "–",
             str(row.config),
             row.date[:10],

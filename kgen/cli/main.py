@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Final
@@ -44,7 +45,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; argparse itself exits with 0 or 2."""
-    args = build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = build_parser().parse_args(words)
+    args.command_line = shlex.join(["kgen", *words])
     try:
         settings = settings_of(args)
         log_to_stderr(settings.log_level)

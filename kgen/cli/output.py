@@ -100,3 +100,10 @@ def microseconds(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:.2f}" if value < 100 else f"{value:.1f}"
+
+
+def spread(low_us: float | None, high_us: float | None) -> str:
+    """A range of times for a table, an en dash for none."""
+    if low_us is None or high_us is None:
+        return "–"
+    return f"{microseconds(low_us)}–{microseconds(high_us)}"

@@ -14,17 +14,18 @@ from kgen.cli.arguments import (
     add_command,
     add_compiler,
     add_json,
+    add_policy,
     add_problems,
     positive,
     required_lines,
     seconds,
 )
-from kgen.cli.output import data_json, microseconds, note, table
+from kgen.cli.output import data_json, microseconds, note, spread, table
 from kgen.search.events import DEFAULT_TRIALS, PREDICTED, TuneOptions
 from kgen.settings import Settings
 
 if TYPE_CHECKING:
-    from kgen.search.events import ProblemReport, TuneReport
+    from kgen.search.events import TuneReport
 
 MORE = """\
 On a Hopper GPU every candidate is verified before it is timed, and the fastest is stored. With
@@ -50,6 +51,7 @@ def add_parser(commands: Commands) -> None:
         type=positive,
         help="compile processes (default: KGEN_JOBS, else the CPUs at hand)",
     )
+    add_policy(parser)
     add_compiler(parser)
     add_cache(parser)
     add_json(parser)
@@ -121,6 +123,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         finalists=args.finalists,
         leading=args.leading,
         seed=args.seed,
+        policy=args.policy,
         gpu=not args.no_gpu,
     )
     with progress() as on_event:
@@ -158,7 +161,7 @@ def _print_measured(report: TuneReport) -> None:
             str(p.problem),
             p.outcome,
             microseconds(p.median_us),
-            _spread(p),
+            spread(p.p10_us, p.p90_us),
             f"{p.problem.flops / p.median_us / 1e6:.0f}" if p.median_us else "–",
             f"{p.default_us / p.median_us:.2f}x" if p.default_us and p.median_us else "–",
             f"{p.error:.1e}" if p.error is not None else "–",
@@ -181,15 +184,10 @@ def _print_predicted(report: TuneReport) -> None:
         )
         for p in report.problems
     ]
+    why = report.reason.partition(":")[0]
     table(
         ("problem", "outcome", "predicted µs", "compiled", "configuration"),
         rows,
-        title=f"Predicted for {report.device.name}, not measured: {report.reason}",
+        title=f"Predicted for {report.device.name}, not measured: {why}",
         text_columns=(0, 1, 4),
     )
-
-
-def _spread(report: ProblemReport) -> str:
-    if report.p10_us is None or report.p90_us is None:
-        return "–"
-    return f"{microseconds(report.p10_us)}–{microseconds(report.p90_us)}"

@@ -20,6 +20,7 @@ from kgen.cli.main import build_parser, main
 from kgen.cli.progress import Bars, PlainLines, outcome_of
 from kgen.config import GemmConfig
 from kgen.device import H200
+from kgen.errors import DriverError
 from kgen.problem import GemmProblem
 from kgen.search.events import (
     DEFAULT_TRIALS,
@@ -374,6 +375,84 @@ def test_bars_show_the_same_on_a_terminal() -> None:
 
 def test_outcome_of_a_problem_known_before() -> None:
     assert outcome_of(tuned(skipped=True)).endswith("(known before)")
+
+
+# ---- bench
+
+
+@pytest.fixture
+def fake_bench(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Replaces the timing of rows; gives what it was called with."""
+    import kgen.bench.run as bench
+    from kgen.measure import Timing
+
+    called: dict[str, Any] = {}
+
+    def run_bench(problems: Any, settings: Settings, on_row: Any, **rest: Any) -> Any:
+        called.update(rest, problems=problems)
+        times = {"kgen": 10.0, "torch blockwise": 20.0}
+        timings = {name: Timing("cold", t, t - 1, t + 1, (t,)) for name, t in times.items()}
+        details = {"kgen": {"short": "128x152", "origin": "database"}}
+        errors = dict.fromkeys(timings, 1.7e-3)
+        rows = [
+            bench.Row(problems[0], timings, errors, details),
+            bench.Row(problems[-1], notes={"kgen": "the fallback would answer"}),
+        ][: len(problems)]
+        for row in rows:
+            on_row(row)
+        names = ("kgen", "torch blockwise")
+        return bench.BenchReport({"command": rest["command"]}, names, (), tuple(rows))
+
+    monkeypatch.setattr(bench, "run_bench", run_bench)
+    return called
+
+
+def test_bench_prints_times_and_ratios(
+    fake_bench: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", LINE, "--against", "torch", "--policy", "hot"]) == 0
+    header, row, mean = capsys.readouterr().out.splitlines()
+    assert "torch blockwise µs  speedup" in header
+    assert all(text in row for text in ("10.00", "9.00–11.00", "20.00", "2.00x", "128x152"))
+    assert mean.split() == ["geometric", "mean", "2.00x"]
+    assert fake_bench["problems"] == [PROBLEM]
+    assert (fake_bench["against"], fake_bench["policy"]) == (["torch"], "hot")
+    assert fake_bench["command"] == f"kgen bench '{LINE}' --against torch --policy hot"
+
+
+def test_bench_fails_where_the_fallback_would_answer(
+    fake_bench: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", LINE, "dense m=1 n=2112 k=7168", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["rows"][1]["providers"] == {
+        "kgen": {"note": "the fallback would answer"}
+    }
+    assert "m=1 n=2112 k=7168: kgen: the fallback would answer" in err
+
+
+def test_bench_without_a_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import kgen.bench.run as bench
+
+    def none(ordinal: int) -> Any:
+        raise DriverError("no CUDA driver")
+
+    monkeypatch.setattr(bench, "device_facts", none)
+    assert main(["bench", LINE]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "needs a Hopper GPU: no CUDA driver" in err
+
+
+@pytest.mark.parametrize("command", ["tune", "bench"])
+def test_policies_named_in_the_help_are_the_real_ones(command: str) -> None:
+    from kgen.measure import DEFAULT_POLICY, POLICIES
+
+    text = " ".join(parser_of(command).format_help().split())
+    *first, last = POLICIES
+    assert f"{', '.join(first)} or {last} (default: {DEFAULT_POLICY}," in text
 
 
 # ---- best, show, doctor without a database

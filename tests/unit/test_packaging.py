@@ -72,7 +72,13 @@ def declared() -> set[str]:
     """What pyproject.toml names: dependencies, test tools, the build back end."""
     extras = PROJECT["optional-dependencies"]
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-    everything = [*PROJECT["dependencies"], *extras["sass"], *extras["test"], *build]
+    everything = [
+        *PROJECT["dependencies"],
+        *extras["sass"],
+        *extras["cuda128"],
+        *extras["test"],
+        *build,
+    ]
     return {canonical(requirement) for requirement in everything} - {"kgen"}
 
 
