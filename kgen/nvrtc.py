@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 from kgen.errors import CompilerMissing
@@ -38,6 +39,10 @@ class Library:
         """Load the library at `path`; raises CompilerMissing with the loader's message."""
         self.path = path
         try:
+            if Path(path).is_absolute():
+                # NVRTC opens its builtins by name, and 13.0 does not look beside itself for them.
+                for builtins in sorted(Path(path).parent.glob("libnvrtc-builtins.so.*")):
+                    ctypes.CDLL(str(builtins))
             self._lib = ctypes.CDLL(path)
             self._lib.nvrtcGetErrorString.restype = ctypes.c_char_p
         except (OSError, AttributeError) as error:
