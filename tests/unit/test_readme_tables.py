@@ -1,0 +1,128 @@
+"""The README's tables: made from result files, checked, never half-made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kgen.bench.run import BenchReport, Row, provenance_of
+from kgen.device import H200
+from kgen.measure import POLICIES, Timing
+from kgen.problem import GemmProblem
+from tools.publish_results import join
+from tools.publish_results import main as publish
+from tools.readme_tables import ROOT, main, render, update
+
+PAGE = "# x\n\nbefore\n\n<!-- table:dense -->\nold\n<!-- /table -->\n\nafter\n"
+
+
+def timing(us: float) -> Timing:
+    return Timing("cold", us, us - 0.25, us + 0.5, (us, us))
+
+
+def row(m: int, kgen_us: float | None, torch_us: float | None) -> Row:
+    problem = GemmProblem("dense", m=m, n=2112, k=7168)
+    made = Row(problem)
+    for name, us in (("kgen", kgen_us), ("torch", torch_us)):
+        if us is None:
+            made.notes[name] = "refused"
+        else:
+            made.timings[name], made.errors[name] = timing(us), 1.8e-3
+    return made
+
+
+def results(*rows: Row) -> dict[str, Any]:
+    """As kgen bench prints it."""
+    provenance = provenance_of(H200, POLICIES["cold"], "kgen bench --shapes x", commit="a" * 40)
+    report = BenchReport(provenance | {"driver": "580"}, ("kgen", "torch"), ("torch",), rows)
+    data: dict[str, Any] = json.loads(json.dumps(report.to_dict()))
+    return data
+
+
+def tuned(outcome: str = "tuned") -> dict[str, Any]:
+    """As kgen tune prints it, shortened."""
+    problem = {"problem": "dense m=1", "outcome": outcome, "reason": "none left", "num_trials": 31}
+    return {"problems": [problem], "seconds": 417.3}
+
+
+def test_rendered_table() -> None:
+    """Rates by hand: 2·64·2112·7168 / 10 us = 194 TFLOPS; 15.89 MB, 1589 GB/s."""
+    text = render(results(row(64, 10.0, 12.5), row(1, 8.0, None), row(4096, 100.0, 90.0)))
+    lines = text.splitlines()
+    assert lines[0].startswith("NVIDIA H200 (132 SMs), driver 580, torch ")
+    assert "commit aaaaaaaaaaaa: `kgen bench --shapes x`, cold L2, median of 16" in lines[0]
+    assert "| 64 | 2112 | 7168 | **10.00** | 9.75–10.50 | 194 | 1589 | 12.50 | 1.25 |" in lines
+    assert any(line.endswith("| – | – |") and line.startswith("| 1 |") for line in lines)
+    assert "| torch | all (2) | 1.06 | 0.90 |" in lines
+    assert "| torch | M ≤ 128 (1) | 1.25 | 1.25 |" in lines
+    assert "\\* torch: an easier problem, as a mark to reach." in lines
+
+
+def test_update_and_check(tmp_path: Path) -> None:
+    """Stale is seen, written, then seen to agree; text around the table stays."""
+    page, folder = tmp_path / "README.md", tmp_path / "results"
+    page.write_text(PAGE)
+    arguments = ["--page", str(page), "--results", str(folder)]
+    assert main(["--check", *arguments]) == 1
+    assert page.read_text() == PAGE
+    assert main(arguments) == 0  # no result file yet: an empty table
+    assert "old" not in page.read_text()
+    folder.mkdir()
+    (folder / "dense.json").write_text(json.dumps(results(row(64, 10.0, 12.5))))
+    assert main(["--check", *arguments]) == 1
+    assert main(arguments) == 0
+    assert main(["--check", *arguments]) == 0
+    text = page.read_text()
+    assert text.startswith("# x\n\nbefore\n\n<!-- table:dense -->\n\nNVIDIA H200")
+    assert text.endswith("\n<!-- /table -->\n\nafter\n")
+
+
+def test_readme_agrees_with_the_results() -> None:
+    """What stands in the README comes from results/."""
+    text = (ROOT / "README.md").read_text()
+    assert "<!-- table:" in text
+    assert update(text, ROOT / "results") == text, "run python tools/readme_tables.py"
+
+
+def test_published_results_keep_both_runs(tmp_path: Path) -> None:
+    """Raw rows, the tune's table with its command, the commit where the machine knew none."""
+    bench = results(row(64, 10.0, 12.5)) | {"commit": "unknown"}
+    (tmp_path / "bench.json").write_text(json.dumps(bench))
+    (tmp_path / "tune.json").write_text(json.dumps(tuned()))
+    out = tmp_path / "results" / "dense.json"
+    arguments = [str(tmp_path / "bench.json"), str(out), "--tune", str(tmp_path / "tune.json")]
+    assert publish([*arguments, "--tune-command", "kgen tune", "--commit", "b" * 40]) == 0
+    data = json.loads(out.read_text())
+    assert data["commit"] == "b" * 40
+    assert data["rows"] == bench["rows"]
+    assert data["tune"]["command"] == "kgen tune"
+    assert "tuned before by `kgen tune`: 1 problems, 31 trials, 417 s." in render(data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"commit": "c-dirty"}, "changed after it"),
+        ({"commit": "unknown"}, "no commit"),
+        ({"command": ""}, "no command"),
+    ],
+)
+def test_results_of_unknown_origin_are_refused(changes: dict[str, str], reason: str) -> None:
+    """A number nobody can take again is not published."""
+    with pytest.raises(ValueError, match=reason):
+        join(results(row(64, 10.0, 12.5)) | changes, None, "", "")
+
+
+def test_incomplete_runs_are_refused() -> None:
+    """A problem without a verified time, or not tuned."""
+    with pytest.raises(ValueError, match="m=1 n=2112 k=7168: refused"):
+        join(results(row(64, 10.0, 12.5), row(1, None, 9.0)), None, "", "")
+    with pytest.raises(ValueError, match="dense m=1: untunable, none left"):
+        join(results(row(64, 10.0, 12.5)), tuned("untunable"), "kgen tune", "")
+    with pytest.raises(ValueError, match="without --tune-command"):
+        join(results(row(64, 10.0, 12.5)), tuned(), "", "")
+    with pytest.raises(ValueError, match="the bench ran at commit"):
+        join(results(row(64, 10.0, 12.5)), None, "", "d" * 40)

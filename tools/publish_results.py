@@ -1,0 +1,79 @@
+"""Joins what `kgen bench --json` and `kgen tune --json` printed on a GPU machine to a result file.
+
+    python tools/publish_results.py bench.json --tune tune.json --tune-command "kgen tune ..." \
+        --commit HASH results/dense.json
+
+Keeps both raw, adds the commit where the machine had no git, refuses a run that is not whole, then
+run tools/readme_tables.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def join(
+    bench: dict[str, Any], tune: dict[str, Any] | None, tune_command: str, commit: str
+) -> dict[str, Any]:
+    """The result file; raises ValueError, with every reason, for a run that is not whole."""
+    joined = dict(bench)
+    if bench.get("commit") in (None, "", "unknown"):
+        joined["commit"] = commit
+    if tune is not None:
+        joined["tune"] = {**tune, "command": tune_command}
+    reasons = problems_of(joined)
+    if commit and joined["commit"] != commit:
+        reasons.append(f"the bench ran at commit {joined['commit']}, not {commit}")
+    if tune is not None and not tune_command:
+        reasons.append("--tune without --tune-command: a result names the command that made it")
+    if reasons:
+        raise ValueError("\n".join(reasons))
+    return joined
+
+
+def problems_of(results: dict[str, Any]) -> list[str]:
+    """Why these results must not be published."""
+    reasons = [
+        f"no {name}" for name in ("command", "commit", "device", "driver") if not results.get(name)
+    ]
+    if results.get("commit", "").endswith("-dirty"):
+        reasons.append(f"commit {results['commit']}: the sources were changed after it")
+    for row in results["rows"]:
+        if "median_us" not in row["providers"].get("kgen", {}):
+            note = row["providers"].get("kgen", {}).get("note", "not timed")
+            reasons.append(f"{row['shape']}: {note}")
+    tune = results.get("tune", {"problems": []})
+    for problem in tune["problems"]:
+        if problem["outcome"] != "tuned":
+            reasons.append(f"{problem['problem']}: {problem['outcome']}, {problem['reason']}")
+    return reasons
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when the file was written, 1 with the reasons when not."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("bench", type=Path, help="output of kgen bench --json")
+    parser.add_argument("out", type=Path, help="result file to write, such as results/dense.json")
+    parser.add_argument("--tune", type=Path, help="output of kgen tune --json")
+    parser.add_argument("--tune-command", default="", help="the command that printed it")
+    parser.add_argument("--commit", default="", help="commit of the sources that ran")
+    args = parser.parse_args(argv)
+    bench = json.loads(args.bench.read_text())
+    tune = json.loads(args.tune.read_text()) if args.tune else None
+    try:
+        joined = join(bench, tune, args.tune_command, args.commit)
+    except ValueError as error:
+        print(error)
+        return 1
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(joined, indent=1, ensure_ascii=False) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
