@@ -67,14 +67,20 @@ class Kgen:
         verified = verify(launch, case, any_nk=choice.config.baked_dims == "none")
         m, n = case.problem.m, case.problem.n
         d = torch.empty(m, n, dtype=case.d_dtype, device=case.device)
-        prepared = kernel.prepare(*case.inputs(m), d, num_sms)
+        tensors = (*case.inputs(m), d)
+        prepared = kernel.prepare(*tensors, num_sms)
         ordinal = self._dispatcher.ordinal
+
+        def call() -> None:
+            _ = tensors  # a launch holds addresses only: the memory must live as long as the call
+            prepared.run(current_stream(ordinal))
+
         details = {
             "config": choice.config.to_dict(),
             "short": str(choice.config),
             "origin": choice.origin,
         }
-        return Ready(verified, lambda: prepared.run(current_stream(ordinal)), details)
+        return Ready(verified, call, details)
 
 
 class TorchBlockwise:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -20,13 +22,14 @@ COLD = POLICIES["cold"]
 
 
 @pytest.fixture(scope="module")
-def ready(kernels: Kernels, device: Device) -> tuple[Verified, Launch]:
-    """The default kernel, verified, with a launch prepared."""
+def ready(kernels: Kernels, device: Device) -> Iterator[tuple[Verified, Launch]]:
+    """The default kernel, verified, with a launch prepared on memory that stays."""
     kernel = kernels.get(PROBLEM, default_for(PROBLEM, device))
     case = Case(PROBLEM)
     verified = verify(kernel, case, any_nk=True)
     d = torch.empty(PROBLEM.m, PROBLEM.n, dtype=torch.bfloat16, device="cuda")
-    return verified, kernel.prepare(*case.inputs(PROBLEM.m), d)
+    yield verified, kernel.prepare(*case.inputs(PROBLEM.m), d)
+    del case, d
 
 
 def test_cold_is_slower_than_hot_and_above_the_floor(
