@@ -81,16 +81,16 @@ def test_no_configuration_is_asked_for_twice_until_all_were(sampler: str, ahead:
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_many_can_be_on_their_way(sampler: str) -> None:
     strategy = make_strategy(sampler, VALID, VALID[:3], seed=1)
-    for config in strategy.ask_many(20):
+    for config in strategy.ask_many(12):
         strategy.tell(config, landscape(config))
-    asked = strategy.ask_many(30)
-    assert len(set(asked)) == 30
-    assert strategy.num_pending == 30
-    assert strategy.num_open == len(VALID) - 50
-    for config in reversed(asked[:10]):
-        strategy.tell(config, landscape(config))
+    asked = strategy.ask_many(20)
+    assert len(set(asked)) == 20
     assert strategy.num_pending == 20
-    assert not set(strategy.ask_many(30)) & set(asked)
+    assert strategy.num_open == len(VALID) - 32
+    for config in reversed(asked[:5]):
+        strategy.tell(config, landscape(config))
+    assert strategy.num_pending == 15
+    assert not set(strategy.ask_many(15)) & set(asked)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -118,28 +118,17 @@ def test_seeds_come_first_in_their_order() -> None:
     assert make_strategy("random", VALID, seeds).ask_many(3) != expected
 
 
-def test_tpe_beats_random_on_a_smooth_landscape() -> None:
-    means = {}
-    for sampler in ("tpe", "random"):
-        runs = [
-            best_us(search(make_strategy(sampler, VALID, seed=seed), landscape, 64))
-            for seed in range(3)
-        ]
-        means[sampler] = sum(runs) / len(runs)
+@pytest.mark.parametrize(("ahead", "num_seeds"), [(1, 3), (8, 2)])
+def test_tpe_beats_random_on_a_smooth_landscape(ahead: int, num_seeds: int) -> None:
+    """By what 64 measurements find, on average; random takes no time and is averaged widely."""
+
+    def mean(sampler: str, seeds: int) -> float:
+        strategies = (make_strategy(sampler, VALID, seed=seed) for seed in range(seeds))
+        return sum(best_us(search(s, landscape, 64, ahead)) for s in strategies) / seeds
+
     least = min(map(landscape, VALID))
-    assert means["tpe"] < means["random"] * 0.97
-    assert means["tpe"] < least * 1.05
-
-
-def test_tpe_beats_random_with_eight_on_their_way() -> None:
-    means = {}
-    for sampler in ("tpe", "random"):
-        runs = [
-            best_us(search(make_strategy(sampler, VALID, seed=seed), landscape, 64, ahead=8))
-            for seed in range(2)
-        ]
-        means[sampler] = sum(runs) / len(runs)
-    assert means["tpe"] < means["random"] * 0.97
+    tpe, by_chance = mean("tpe", num_seeds) - least, mean("random", 50) - least
+    assert tpe < by_chance * 0.6
 
 
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf, 0.0, -1.0])
@@ -162,8 +151,8 @@ def test_tpe_turns_away_from_where_all_fails() -> None:
     not told of failures asks for nine of ten there; one that was, for a quarter.
     """
     share = sum(wide_fails(config) is None for config in VALID) / len(VALID)
-    done = search(make_strategy("tpe", VALID, seed=2), wide_fails, 60)
-    failures = sum(us is None for _, us in done[30:]) / 30
+    done = search(make_strategy("tpe", VALID, seed=2), wide_fails, 50)
+    failures = sum(us is None for _, us in done[25:]) / 25
     assert share > 0.5
     assert failures < 0.75 * share
 
@@ -211,12 +200,12 @@ def test_a_hint_becomes_the_nearest_open_configuration(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_known_results_are_not_asked_for_again(sampler: str) -> None:
-    known: dict[GemmConfig, float | None] = {c: landscape(c) for c in VALID[:500]}
-    known |= dict.fromkeys(VALID[500:600])
-    seeds = [VALID[0], VALID[550], VALID[700]]
+    known: dict[GemmConfig, float | None] = {c: landscape(c) for c in VALID[:100]}
+    known |= dict.fromkeys(VALID[100:120])
+    seeds = [VALID[0], VALID[110], VALID[700]]
     strategy = make_strategy(sampler, VALID, seeds, known)
-    assert strategy.num_open == len(VALID) - 600
-    asked = strategy.ask_many(40)
+    assert strategy.num_open == len(VALID) - 120
+    asked = strategy.ask_many(15)
     assert not set(asked) & set(known)
     assert sampler == "random" or asked[0] == VALID[700]
 
