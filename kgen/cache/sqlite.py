@@ -35,6 +35,7 @@ NETWORK_FILE_SYSTEMS: Final = frozenset(
 )
 SMALLEST_PAGE: Final = 512
 _BUSY: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
+_warned: Final[set[Path]] = set()
 _NOT_A_DATABASE: Final = frozenset({sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT})
 
 
@@ -212,7 +213,10 @@ def settle_journal(file: SqliteFile) -> str:
     Gives the journal mode the file is in. A file that is in use stays as it is. Raises
     sqlite3.Error when not even a rollback journal works.
     """
-    want = "delete" if on_network(file.path) else "wal"
+    want = "wal"
+    if on_network(file.path):
+        want = "delete"
+        _warn_of_journal(file, "it lies on a network file system")
     with _raw(file) as connection:
         try:
             mode = _pragma(connection, "journal_mode")
@@ -229,13 +233,21 @@ def settle_journal(file: SqliteFile) -> str:
                 return mode
             got, why = mode, str(error)
     if got != want:
-        log.warning(
-            "%s: no write-ahead journal (%s); a rollback journal is used, which is slower with "
-            "many writers. A file on a local disk is better: --db or KGEN_DB",
-            file.path,
-            why,
-        )
+        _warn_of_journal(file, why)
     return got
+
+
+def _warn_of_journal(file: SqliteFile, why: str) -> None:
+    """Once for each file and process."""
+    if file.path in _warned:
+        return
+    _warned.add(file.path)
+    log.warning(
+        "%s: no write-ahead journal (%s); a rollback journal is used, which is slower with many "
+        "writers. A file on a local disk is better: --db or KGEN_DB",
+        file.path,
+        why,
+    )
 
 
 def _leave_wal(file: SqliteFile, error: sqlite3.OperationalError) -> str:

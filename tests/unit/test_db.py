@@ -480,7 +480,9 @@ def test_a_refused_write_ahead_mode_falls_back_with_a_warning(
     with caplog.at_level(logging.WARNING), TuningDatabase.open(url) as db:
         db.record(make_trial())
         assert db.counts()["ok"] == 1
-    assert "a rollback journal is used" in caplog.text
+    with caplog.at_level(logging.WARNING), TuningDatabase.open(url) as db:
+        assert db.record(make_trial()) == 2
+    assert caplog.text.count("a rollback journal is used") == 1, "said once"
     assert "KGEN_DB" in caplog.text
     assert journal_mode(path) == "delete"
 
@@ -498,13 +500,17 @@ def test_a_write_ahead_file_is_turned_back_where_that_does_not_work(
 
 
 def test_network_mounts_get_no_write_ahead_mode(
-    path: Path, monkeypatch: pytest.MonkeyPatch, make_trial: MakeTrial
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make_trial: MakeTrial,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with TuningDatabase.open(path) as db:
         db.record(make_trial())
     monkeypatch.setattr(sqlite, "on_network", lambda _: True)
-    with TuningDatabase.open(path) as db:
+    with caplog.at_level(logging.WARNING), TuningDatabase.open(path) as db:
         assert db.record(make_trial()) == 2
+    assert "network file system" in caplog.text
     assert journal_mode(path) == "delete"
 
 
