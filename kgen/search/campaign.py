@@ -53,21 +53,28 @@ class Campaign:
         self._num_started = 0
         self._mark = time.monotonic()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kgen-gpu")
+        self._preparing = ThreadPoolExecutor(1, thread_name_prefix="kgen-prepare")
+        self._prepared: dict[int, Future[None]] = {}
 
     def work(self) -> None:
         """Do all that the limits allow; raises Interrupted when told to stop."""
         try:
             for session in self._open():
                 self._skip_if_finished(session)
-            while chosen := self._choose():
-                self._work_on(chosen)
             for session in self._open():
-                self._finish(session)
+                self._prepared[id(session)] = self._preparing.submit(session.prepare)
+            while self._open():
+                if chosen := self._choose():
+                    self._work_on(chosen)
+                elif waiting := self._open():
+                    # Finals may take less than was kept for them: then trials go on.
+                    self._finish(min(waiting, key=lambda session: session.progress.worth))
         except BaseException:
             self._run.stop.set()  # what the GPU's thread waits for ends at once
             raise
         finally:
-            self._thread.shutdown(cancel_futures=True)
+            for threads in (self._preparing, self._thread):
+                threads.shutdown(cancel_futures=True)
 
     def reports(self) -> list[ProblemReport]:
         """Where every problem stands, in the order given."""
@@ -142,7 +149,8 @@ class Campaign:
 
     def _work_on(self, session: Session) -> None:
         """One slice of trials for one problem."""
-        self._introduce(session)
+        if not self._introduce(session):
+            return
         before_us = session.best_us
         self._mark = time.monotonic()
         for _ in range(self._plan.slice_trials(session.progress)):
@@ -156,9 +164,14 @@ class Campaign:
             self._try(session, candidate)
         session.progress.end_slice(before_us)
 
-    def _introduce(self, session: Session) -> None:
+    def _introduce(self, session: Session) -> bool:
+        """Wait until the problem is prepared and tell of it; False when the time was up first."""
         if session.is_introduced:
-            return
+            return True
+        prepared = self._prepared[id(session)]
+        if not self._run.wait_any([prepared], self._plan.deadline):
+            return False
+        prepared.result()
         session.is_introduced = True
         self._num_started += 1
         self._run.on_event(
@@ -170,6 +183,7 @@ class Campaign:
                 session.invalid_by_rule,
             )
         )
+        return True
 
     def _build_ahead(self, session: Session, gpu: Future[list[Measured]]) -> None:
         """Keep the compilers busy while the GPU is: for this problem, and those that come next."""
@@ -178,7 +192,7 @@ class Campaign:
         for other in self._next[1:]:
             if gpu.done() or self._run.pool.num_waiting >= enough:
                 break
-            if not other.pending:
+            if other.is_prepared and not other.pending:
                 other.fill(self._plan.slice_trials(other.progress))
 
     def _try(self, session: Session, candidate: Candidate) -> None:

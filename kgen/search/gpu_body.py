@@ -18,7 +18,7 @@ import torch
 from kgen.build import Cubin
 from kgen.cases import D_DTYPES, Case
 from kgen.device import Device
-from kgen.errors import GpuMissing, KgenError, MeasureError, Untunable
+from kgen.errors import GpuMissing, KgenError, MeasureError, Untunable, WrongResult
 from kgen.measure import Timing, measure_many, policy_named
 from kgen.problem import GemmProblem
 from kgen.runtime import driver
@@ -96,10 +96,14 @@ class GpuBody:
             a, sfa, b, sfb, d = tensors
             kernel.prepare(a, sfa, b, sfb, d, problem.num_sms).run(current_stream(ordinal))
 
-        with _explained(f"verification of {config} for {problem}"):
-            verified = verify(launch, self._case, any_nk=config.baked_dims == "none")
-            inputs = self._case.inputs(problem.m)
-            ready = kernel.prepare(*inputs, self._output, problem.num_sms)
+        try:
+            with _explained(f"verification of {config} for {problem}"):
+                verified = verify(launch, self._case, any_nk=config.baked_dims == "none")
+        except WrongResult:
+            kernel.unload()
+            raise
+        inputs = self._case.inputs(problem.m)
+        ready = kernel.prepare(*inputs, self._output, problem.num_sms)
         self._contenders[cubin.key] = Contender(kernel, ready, verified)
         return verified.max_tile_error
 

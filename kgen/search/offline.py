@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kgen.cache.records import TrialRow
 from kgen.config import GemmConfig
 from kgen.errors import KgenError
-from kgen.heuristic import predict_us, rank
+from kgen.heuristic import predict_us
 from kgen.problem import GemmProblem
 from kgen.search.events import (
     PREDICTED,
@@ -124,7 +124,7 @@ def _prospect(run: Run, line: ShapeLine) -> Prospect:
     valid = valid_configs(problem, device)
     invalid = dict(count_invalid(problem, device))
     wanted = run.options.leading
-    ranked = leading_tiles(rank(problem, device, valid), wanted * MAX_ATTEMPTS)
+    ranked = leading_tiles(problem, device, wanted * MAX_ATTEMPTS)
     prospect = Prospect(line, ranked, wanted, invalid, len(valid))
     for row in run.db.trials(problem, device.name, device.num_sms):
         if row.cubin_key != run.key(problem, row.config):

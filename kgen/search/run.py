@@ -88,7 +88,7 @@ class Run:
         if self.stop.is_set():
             raise Interrupted("the run was stopped")
 
-    def wait_any(self, futures: Iterable[Future[Cubin]], until: float) -> bool:
+    def wait_any(self, futures: Iterable[Future[Any]], until: float) -> bool:
         """Wait until one is done; False when `until` (time.monotonic) came first."""
         waiting = list(futures)
         while waiting:

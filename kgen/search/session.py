@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,14 +16,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kgen.cache.records import ProblemOutcome, TrialRow
 from kgen.config import GemmConfig
+from kgen.device import Device
 from kgen.heuristic import default_config, predict_us, rank
+from kgen.problem import GemmProblem
 from kgen.search.events import TUNED, UNFINISHED, UNTUNABLE, ProblemReport
 from kgen.search.gpu_worker import Measured
 from kgen.search.plan import Progress, floor_us
 from kgen.search.run import Run
 from kgen.search.strategy import Strategy, make_strategy
 from kgen.shapes import ShapeLine
-from kgen.space import count_invalid, valid_configs
+from kgen.space import count_invalid, leading_configs, valid_configs
 
 if TYPE_CHECKING:
     from kgen.build import Cubin
@@ -55,6 +56,7 @@ class Session:
         self.is_closed = False
         self.untunable = ""
         self.num_new = 0
+        self.is_prepared = False
         self.is_introduced = False
         self._asked_all = False
         self._times: dict[GemmConfig, list[Measured]] = {}
@@ -128,12 +130,21 @@ class Session:
         """The heuristic's choice: tried first, and what the winner is compared with."""
         return default_config(self.problem, self._run.device)
 
+    def prepare(self) -> None:
+        """List the space and set up the search: up to a second of work, done once.
+
+        May run in another thread, before anything else of this problem does.
+        """
+        if self.valid:
+            _ = self._strategy, self.invalid_by_rule
+        self.is_prepared = True
+
     @cached_property
     def _strategy(self) -> Strategy:
         device = self._run.device
         hints = self._run.db.suggestions(self.problem, device.name, device.num_sms)
         seeds = [self.default, *(hint.config for hint in hints)]
-        seeds += leading_tiles(rank(self.problem, device, self.valid), NUM_SEEDS)
+        seeds += leading_tiles(self.problem, device, NUM_SEEDS)
         known: dict[GemmConfig, float | None] = dict.fromkeys(self._failed)
         known |= {config: self.best_of(config) for config in self._times}
         options = self._run.options
@@ -275,13 +286,18 @@ class Session:
         )
 
 
-def leading_tiles(ranked: Sequence[GemmConfig], number: int) -> list[GemmConfig]:
-    """The best configuration of each tile, of the `number` first tiles: ranked side by side stand
-    many that differ in depth or order only, and a search learns more from others."""
+def leading_tiles(problem: GemmProblem, device: Device, number: int) -> list[GemmConfig]:
+    """The best configuration of each of the `number` best tiles, as predicted.
+
+    A plain ranking has many side by side that differ in depth or order only; a search learns more
+    from other tiles.
+    """
+    walks = [config for tile in leading_configs(problem, device) for config in tile]
     found: dict[tuple[int, ...], GemmConfig] = {}
-    for c in ranked:
+    for c in rank(problem, device, walks):
+        loop = (c.num_math_warpgroups, c.num_accumulators)
         cluster = (c.cluster_m, c.cluster_n, c.split_k)
-        found.setdefault((c.block_m, c.block_n, c.num_math_warpgroups, *cluster), c)
+        found.setdefault((c.block_m, c.block_n, *loop, *cluster), c)
         if len(found) == number:
             break
     return list(found.values())

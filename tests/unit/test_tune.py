@@ -127,8 +127,11 @@ def use_space(monkeypatch: pytest.MonkeyPatch) -> UseSpace:
         for module in (kgen.search.session, kgen.search.offline):
             monkeypatch.setattr(module, "valid_configs", lambda p, d, s=(): configs)
             monkeypatch.setattr(module, "count_invalid", lambda p, d, s=(): Counter(smem_bytes=9))
-            monkeypatch.setattr(module, "rank", lambda p, d, c=None: [configs[default], *configs])
-        monkeypatch.setattr(kgen.search.session, "default_config", lambda p, d: configs[default])
+        session = kgen.search.session
+        order = [configs[default], *configs]
+        monkeypatch.setattr(session, "leading_configs", lambda p, d: [order])
+        monkeypatch.setattr(session, "rank", lambda p, d, found: list(found))
+        monkeypatch.setattr(session, "default_config", lambda p, d: configs[default])
 
     return use
 

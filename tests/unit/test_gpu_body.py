@@ -1,0 +1,218 @@
+"""kgen.search.gpu_body and gpu_backend, on the CPU: what they do around a kernel and a timer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kgen.build import Cubin
+from kgen.cases import Case
+from kgen.config import GemmConfig
+from kgen.device import H200, Device
+from kgen.errors import DriverError, GpuMissing, MeasureError, Untunable, WrongResult
+from kgen.measure import DEFAULT_POLICY, Timing
+from kgen.problem import GemmProblem
+from kgen.reference import gemm_reference
+from kgen.runtime import driver
+from kgen.search import gpu_backend, gpu_body
+from kgen.search.events import TuneOptions
+from kgen.search.gpu_body import GpuBody
+
+PROBLEM = GemmProblem("dense", 5, 136, 144)
+
+
+class FakeKernel:
+    """Computes on the CPU; `offset` is added to every element of the result."""
+
+    unloaded = 0
+
+    def __init__(self, offset: float) -> None:
+        self.offset = offset
+
+    @classmethod
+    def load(cls, data: bytes, *_: Any) -> FakeKernel:
+        return cls(float(data))
+
+    def prepare(self, *tensors: Any) -> FakeLaunch:
+        return FakeLaunch(self, tensors)
+
+    def unload(self) -> None:
+        FakeKernel.unloaded += 1
+
+
+class FakeLaunch:
+    def __init__(self, kernel: FakeKernel, tensors: Any) -> None:
+        self.kernel, self.tensors = kernel, tensors
+
+    def run(self, stream: int) -> None:
+        a, sfa, b, sfb, d, _ = self.tensors
+        d.copy_(gemm_reference(a, sfa, b, sfb, d.dtype) + self.kernel.offset)
+
+
+def timing(median_us: float, spread_us: float = 0.1) -> Timing:
+    half = spread_us / 2
+    return Timing("cold", median_us, median_us - half, median_us + half, (median_us,))
+
+
+class Timer:
+    """Stands in for measure_many: gives what was put in `results`, raises what can be raised."""
+
+    def __init__(self) -> None:
+        self.results: list[dict[str, Timing] | Exception] = []
+        self.asked: list[tuple[str, ...]] = []
+
+    def __call__(self, calls: dict[str, Any], policy: Any, device: Device) -> dict[str, Timing]:
+        for verified, call in calls.values():
+            assert verified.problem
+            call()
+        self.asked.append(tuple(calls))
+        if tuple(calls) == ("fill",):
+            return {}
+        result = self.results.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+@pytest.fixture
+def timer(monkeypatch: pytest.MonkeyPatch) -> Timer:
+    made = Timer()
+    monkeypatch.setattr(gpu_body, "measure_many", made)
+    return made
+
+
+@pytest.fixture
+def body(monkeypatch: pytest.MonkeyPatch, timer: Timer) -> GpuBody:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("set_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(gpu_body, "Kernel", FakeKernel)
+    monkeypatch.setattr(gpu_body, "current_stream", lambda ordinal: 0)
+    made = GpuBody(0, H200)
+    made._torch_device = torch.device("cpu")
+    made.open(PROBLEM)
+    return made
+
+
+def cubin(offset: float = 0.0, key: str = "k") -> Cubin:
+    data = str(offset).encode()
+    # With N and K baked in the growth check stays at the problem's own K, which is quick here.
+    config = GemmConfig(baked_dims="nk")
+    return Cubin(key, data, "kgen_gemm", config, "bf16", 168, 0, False, "", "")
+
+
+def test_a_right_kernel_is_verified_and_then_timed(body: GpuBody, timer: Timer) -> None:
+    assert 0 < body.verify(cubin()) < 4e-3
+    assert 0 < body.verify(cubin(key="other")) < 4e-3
+    timer.results = [{"k": timing(10.0), "other": timing(11.0)}]
+    first, second = body.time(("k", "other"), "cold")
+    assert (first.median_us, second.median_us) == (10.0, 11.0)
+    assert first.policy == "cold"
+    assert 0 < first.error < 4e-3
+
+
+def test_a_wrong_kernel_can_not_be_timed(body: GpuBody) -> None:
+    with pytest.raises(WrongResult):
+        body.verify(cubin(offset=1000.0))
+    with pytest.raises(KeyError):
+        body.time(("k",), "cold")
+
+
+def test_the_next_problem_forgets_the_last_one(body: GpuBody) -> None:
+    body.verify(cubin())
+    before = FakeKernel.unloaded
+    body.open(PROBLEM.with_m(3))
+    assert FakeKernel.unloaded == before + 1
+    with pytest.raises(KeyError):
+        body.time(("k",), "cold")
+
+
+def test_a_time_that_can_not_be_true_is_taken_twice(body: GpuBody, timer: Timer) -> None:
+    body.verify(cubin())
+    timer.results = [MeasureError("below the floor"), {"k": timing(10.0)}]
+    assert body.time(("k",), "cold")[0].median_us == 10.0
+    timer.results = [MeasureError("below the floor"), MeasureError("again")]
+    with pytest.raises(MeasureError, match="again"):
+        body.time(("k",), "cold")
+
+
+@pytest.mark.parametrize(("second", "kept"), [(timing(12.0), 12.0), (timing(13.0, 9.0), 10.0)])
+def test_of_a_noisy_measurement_the_calmer_repeat_counts(
+    body: GpuBody, timer: Timer, second: Timing, kept: float
+) -> None:
+    body.verify(cubin())
+    timer.results = [{"k": timing(10.0, 5.0)}, {"k": second}]
+    assert body.time(("k",), "cold")[0].median_us == kept
+    assert not timer.results
+
+
+def test_a_policy_that_does_not_work_here_is_no_candidates_fault(
+    body: GpuBody, timer: Timer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> dict[str, Timing]:
+        raise MeasureError("the profiler can not trace here")
+
+    body.verify(cubin())
+    monkeypatch.setattr(gpu_body, "measure_many", refuse)
+    with pytest.raises(GpuMissing, match=r"policy cold (.|\n)*can not trace"):
+        body.time(("k",), "cold")
+
+
+def raiser(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def test_no_memory_makes_a_problem_untunable(
+    body: GpuBody, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 << 30, 139 << 30))
+    monkeypatch.setattr(gpu_body, "Case", raiser(torch.cuda.OutOfMemoryError("tried 900 GiB")))
+    with pytest.raises(Untunable, match=r"2\.0 of 139\.0 GiB free"):
+        body.open(PROBLEM)
+    monkeypatch.setattr(gpu_body, "Case", Case)
+    body.open(PROBLEM)
+    assert body.verify(cubin()) < 4e-3
+
+
+def test_torch_s_error_on_a_lost_context_is_told_from_a_bug(
+    body: GpuBody, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Api:
+        code = 700
+
+        def cuCtxSynchronize(self) -> tuple[int]:
+            return (self.code,)
+
+    api = Api()
+    monkeypatch.setattr(driver, "api", lambda: api)
+    monkeypatch.setattr(driver, "raise_for", raiser(DriverError("lost", 700, fatal=True)))
+    monkeypatch.setattr(gpu_body, "verify", raiser(RuntimeError("CUDA error: what happened?")))
+    with pytest.raises(DriverError, match="lost"):
+        body.verify(cubin())
+    api.code = 0
+    with pytest.raises(RuntimeError, match="what happened"):
+        body.verify(cubin())
+
+
+def test_the_policy_of_a_run_is_the_default_one() -> None:
+    assert TuneOptions().policy == DEFAULT_POLICY
+
+
+def test_no_driver_and_other_devices_are_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "device_facts", raiser(DriverError("no CUDA driver here.")))
+    with pytest.raises(GpuMissing, match=r"no CUDA driver here$"):
+        gpu_backend.create()
+    ampere = Device("NVIDIA A100", "sm_80", 108, 166912, 1, 1.0, 1.0, 1.0)
+    monkeypatch.setattr(driver, "device_facts", lambda ordinal: ampere)
+    with pytest.raises(GpuMissing, match="A100 is sm_80"):
+        gpu_backend.create()
+    monkeypatch.setattr(driver, "device_facts", lambda ordinal: H200)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(GpuMissing, match="sees no CUDA device"):
+        gpu_backend.create()
