@@ -290,7 +290,8 @@ def _warm_up(calls: Sequence[Call], flush: Call, least_ms: float) -> None:
 
 def _reset_persisting_l2() -> None:
     """Lines that an earlier kernel made persist would survive any flush."""
-    driver.check(driver.api().cuCtxResetPersistingL2Cache(), "cuCtxResetPersistingL2Cache")
+    with driver.current_device(torch.cuda.current_device()):
+        driver.check(driver.api().cuCtxResetPersistingL2Cache(), "cuCtxResetPersistingL2Cache")
 
 
 def _clocks() -> dict[str, Any]:

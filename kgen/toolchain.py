@@ -59,7 +59,12 @@ class Compiler:
 
     def flags(self, arch: str = ARCH) -> tuple[str, ...]:
         """Every option this compiler is given: all that a cubin depends on beside the source."""
-        return (f"--gpu-architecture={arch}", "-std=c++17", "--ptxas-options=-v")
+        flags = (f"--gpu-architecture={arch}", "-std=c++17", "--ptxas-options=-v")
+        # From its own cache NVRTC gives a cubin without ptxas' report of registers and spills. The
+        # option came with 12.9.
+        if self.name == "nvrtc" and self.version >= (12, 9):
+            flags += ("--no-cache",)
+        return flags
 
 
 @dataclass(frozen=True)

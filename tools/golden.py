@@ -10,7 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from kgen.config import GemmConfig
+from kgen.config import GemmConfig, why_invalid
+from kgen.device import H200
 from kgen.problem import GemmProblem
 from kgen.render import render
 
@@ -29,7 +30,10 @@ CASES: dict[str, tuple[GemmConfig, str]] = {
         GemmConfig(block_m=16, block_n=64, num_stages=12, num_math_warpgroups=1, split_k=4),
         "bf16",
     ),
-    "fp32_three_warpgroups": (GemmConfig(block_m=192, num_math_warpgroups=3), "fp32"),
+    "fp32_three_warpgroups": (
+        GemmConfig(block_m=192, num_stages=3, num_math_warpgroups=3),
+        "fp32",
+    ),
 }
 
 
@@ -37,7 +41,8 @@ def golden_sources() -> dict[str, str]:
     """File name to rendered source, for each case."""
     sources = {}
     for name, (config, d_dtype) in CASES.items():
-        problem = GemmProblem("dense", 128, 2112, 7168, d_dtype=d_dtype)
+        problem = GemmProblem("dense", 512, 2112, 7168, d_dtype=d_dtype)
+        assert why_invalid(problem, config, H200) is None, name
         sources[f"{name}.cu"] = render(problem, config).text
     return sources
 

@@ -180,6 +180,8 @@ def main() -> int:
     uuid = str(torch.cuda.get_device_properties(0).uuid)
     facts = read_clocks(uuid)
     say(facts["sm_mhz"] is not None, f"NVML clocks of {uuid}: {facts}")
+    torch.cuda.init()
+    torch.ones(1, device="cuda")
     measure._reset_persisting_l2()
     flush = measure._flush_for(device)
     spin = Spin()

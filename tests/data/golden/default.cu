@@ -12,7 +12,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 7854aba25073cbac12a29d895f701c8a4ce8a6971fefd674cc7c891d4bc426e5
+// Body SHA-256: 75ef31975f77c3442748c00506b02345d6f7b51386224974a5532ef579551eb8
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -56,18 +56,16 @@ constexpr u32 kOffsetStep = 128 / 1;
 constexpr u32 kWarpgroupM = 64, kNumWaves = 1;
 constexpr u32 kNumGroups = kBlockN / 8, kAccRegisters = kBlockN / 2;
 
-// Shared memory: A stages, B stages, D, split-K partials, scales of A, scales of B, barriers.
+// Shared memory: A stages, B stages, D, scales of A, scales of B, barriers.
 constexpr u32 kAStageBytes = kBlockM * kBlockK, kBStageBytes = kBlockN * kBlockK;
 constexpr u32 kSfaStageBytes = 512, kSfbStageBytes = 16;
-constexpr u32 kBOffset = 65536, kDOffset = 131072, kPartialOffset = 163840;
+constexpr u32 kBOffset = 65536, kDOffset = 131072;
 constexpr u32 kSfaOffset = 163840, kSfbOffset = 165888;
 constexpr u32 kFullOffset = 165952, kEmptyOffset = kFullOffset + kNumStages * 8;
-// Partials of a split along K: received from every CTA of the cluster, and read.
-constexpr u32 kReceivedOffset = kEmptyOffset + kNumStages * 8, kReadOffset = kReceivedOffset + 8;
-static_assert(kReadOffset + 8 == 166032, "the host reserves this much");
+static_assert(kEmptyOffset + kNumStages * 8 == 166016, "the host reserves this much");
 
-// D leaves in boxes of kDBoxRows x kDBoxColumns, rows swizzled over kDSwizzleBytes (0: plain).
 constexpr u32 kDBytes = 2;
+// D leaves in boxes of kDBoxRows x kDBoxColumns, rows swizzled over kDSwizzleBytes (0: plain).
 constexpr u32 kDBoxColumns = 64, kDBoxRows = 64, kDSwizzleBytes = 128;
 constexpr u32 kNumDBoxes = kBlockN / kDBoxColumns;
 constexpr u32 kDBoxBytes = kDBoxRows * kDBoxColumns * kDBytes;

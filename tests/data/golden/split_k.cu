@@ -12,7 +12,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: a92386f611c3e528d0ee72e523bd718c1247cffc46517ea4c2e7060d0de13b35
+// Body SHA-256: bc160809304f37986318fbfafd472b1f891f469eb049f343545f3dd3c9996ec2
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -56,22 +56,17 @@ constexpr u32 kOffsetStep = 128 / 2;
 constexpr u32 kWarpgroupM = 16, kNumWaves = 1;
 constexpr u32 kNumGroups = kBlockN / 8, kAccRegisters = kBlockN / 2;
 
-// Shared memory: A stages, B stages, D, split-K partials, scales of A, scales of B, barriers.
+// Shared memory: A stages, B stages, split-K partials, scales of A, scales of B, barriers.
 constexpr u32 kAStageBytes = kBlockM * kBlockK, kBStageBytes = kBlockN * kBlockK;
 constexpr u32 kSfaStageBytes = 256, kSfbStageBytes = 16;
-constexpr u32 kBOffset = 30720, kDOffset = 129024, kPartialOffset = 129024;
+constexpr u32 kBOffset = 30720, kPartialOffset = 129024;
 constexpr u32 kSfaOffset = 133120, kSfbOffset = 136192;
 constexpr u32 kFullOffset = 136384, kEmptyOffset = kFullOffset + kNumStages * 8;
 // Partials of a split along K: received from every CTA of the cluster, and read.
 constexpr u32 kReceivedOffset = kEmptyOffset + kNumStages * 8, kReadOffset = kReceivedOffset + 8;
 static_assert(kReadOffset + 8 == 136592, "the host reserves this much");
 
-// D leaves in boxes of kDBoxRows x kDBoxColumns, rows swizzled over kDSwizzleBytes (0: plain).
 constexpr u32 kDBytes = 2;
-constexpr u32 kDBoxColumns = 64, kDBoxRows = 16, kDSwizzleBytes = 128;
-constexpr u32 kNumDBoxes = kBlockN / kDBoxColumns;
-constexpr u32 kDBoxBytes = kDBoxRows * kDBoxColumns * kDBytes;
-static_assert(kNumDBoxes * kDBoxColumns == kBlockN, "whole boxes");
 
 // PTX that CUDA C++ has no words for. Addresses of shared memory are 32-bit offsets.
 

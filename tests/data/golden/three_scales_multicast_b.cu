@@ -12,7 +12,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: de1e973025c2f6e6147dfe8d6a7509d3e2dedebfe873f057c746f35e517f5167
+// Body SHA-256: 49739eb1792a578b894ca65e2e4aaba5c47e5de8581aa5388b930c544221ffc7
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -56,18 +56,16 @@ constexpr u32 kOffsetStep = 128 / 16;
 constexpr u32 kWarpgroupM = 64, kNumWaves = 1;
 constexpr u32 kNumGroups = kBlockN / 8, kAccRegisters = kBlockN / 2;
 
-// Shared memory: A stages, B stages, D, split-K partials, scales of A, scales of B, barriers.
+// Shared memory: A stages, B stages, D, scales of A, scales of B, barriers.
 constexpr u32 kAStageBytes = kBlockM * kBlockK, kBStageBytes = kBlockN * kBlockK;
 constexpr u32 kSfaStageBytes = 512, kSfbStageBytes = 16;
-constexpr u32 kBOffset = 65536, kDOffset = 143360, kPartialOffset = 182272;
+constexpr u32 kBOffset = 65536, kDOffset = 143360;
 constexpr u32 kSfaOffset = 182272, kSfbOffset = 184320;
 constexpr u32 kFullOffset = 184384, kEmptyOffset = kFullOffset + kNumStages * 8;
-// Partials of a split along K: received from every CTA of the cluster, and read.
-constexpr u32 kReceivedOffset = kEmptyOffset + kNumStages * 8, kReadOffset = kReceivedOffset + 8;
-static_assert(kReadOffset + 8 == 184464, "the host reserves this much");
+static_assert(kEmptyOffset + kNumStages * 8 == 184448, "the host reserves this much");
 
-// D leaves in boxes of kDBoxRows x kDBoxColumns, rows swizzled over kDSwizzleBytes (0: plain).
 constexpr u32 kDBytes = 2;
+// D leaves in boxes of kDBoxRows x kDBoxColumns, rows swizzled over kDSwizzleBytes (0: plain).
 constexpr u32 kDBoxColumns = 152, kDBoxRows = 64, kDSwizzleBytes = 0;
 constexpr u32 kNumDBoxes = kBlockN / kDBoxColumns;
 constexpr u32 kDBoxBytes = kDBoxRows * kDBoxColumns * kDBytes;

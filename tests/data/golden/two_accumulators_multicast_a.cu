@@ -12,7 +12,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 538302c15b12bb4ef54273f8d578d71e082156b8766541e3b0c51ccf9a63f674
+// Body SHA-256: 641218dbbe8e49c6b9dbe081b75acb92097779af2ac63430e7f775034c63917f
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -56,18 +56,16 @@ constexpr u32 kOffsetStep = 128 / 1;
 constexpr u32 kWarpgroupM = 64, kNumWaves = 1;
 constexpr u32 kNumGroups = kBlockN / 8, kAccRegisters = kBlockN / 2;
 
-// Shared memory: A stages, B stages, D, split-K partials, scales of A, scales of B, barriers.
+// Shared memory: A stages, B stages, D, scales of A, scales of B, barriers.
 constexpr u32 kAStageBytes = kBlockM * kBlockK, kBStageBytes = kBlockN * kBlockK;
 constexpr u32 kSfaStageBytes = 512, kSfbStageBytes = 16;
-constexpr u32 kBOffset = 65536, kDOffset = 131072, kPartialOffset = 163840;
+constexpr u32 kBOffset = 65536, kDOffset = 131072;
 constexpr u32 kSfaOffset = 163840, kSfbOffset = 165888;
 constexpr u32 kFullOffset = 165952, kEmptyOffset = kFullOffset + kNumStages * 8;
-// Partials of a split along K: received from every CTA of the cluster, and read.
-constexpr u32 kReceivedOffset = kEmptyOffset + kNumStages * 8, kReadOffset = kReceivedOffset + 8;
-static_assert(kReadOffset + 8 == 166032, "the host reserves this much");
+static_assert(kEmptyOffset + kNumStages * 8 == 166016, "the host reserves this much");
 
-// D leaves in boxes of kDBoxRows x kDBoxColumns, rows swizzled over kDSwizzleBytes (0: plain).
 constexpr u32 kDBytes = 2;
+// D leaves in boxes of kDBoxRows x kDBoxColumns, rows swizzled over kDSwizzleBytes (0: plain).
 constexpr u32 kDBoxColumns = 64, kDBoxRows = 64, kDSwizzleBytes = 128;
 constexpr u32 kNumDBoxes = kBlockN / kDBoxColumns;
 constexpr u32 kDBoxBytes = kDBoxRows * kDBoxColumns * kDBytes;

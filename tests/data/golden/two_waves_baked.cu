@@ -12,7 +12,7 @@
 // raster_group = 8
 // baked_dims = nk
 // sass_pass = none
-// Body SHA-256: adf19694f55602a1795b2bff6494f90f8839833bcfc63b800050260cc84f9aa6
+// Body SHA-256: fee0be4ffcd8d7697bb6f05224ca366c1a4427060174ee0e156b6aee4cb4a67a
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -57,18 +57,16 @@ constexpr u32 kOffsetStep = 128 / 1;
 constexpr u32 kWarpgroupM = 128, kNumWaves = 2;
 constexpr u32 kNumGroups = kBlockN / 8, kAccRegisters = kBlockN / 2;
 
-// Shared memory: A stages, B stages, D, split-K partials, scales of A, scales of B, barriers.
+// Shared memory: A stages, B stages, D, scales of A, scales of B, barriers.
 constexpr u32 kAStageBytes = kBlockM * kBlockK, kBStageBytes = kBlockN * kBlockK;
 constexpr u32 kSfaStageBytes = 1024, kSfbStageBytes = 16;
-constexpr u32 kBOffset = 98304, kDOffset = 147456, kPartialOffset = 212992;
+constexpr u32 kBOffset = 98304, kDOffset = 147456;
 constexpr u32 kSfaOffset = 212992, kSfbOffset = 216064;
 constexpr u32 kFullOffset = 216112, kEmptyOffset = kFullOffset + kNumStages * 8;
-// Partials of a split along K: received from every CTA of the cluster, and read.
-constexpr u32 kReceivedOffset = kEmptyOffset + kNumStages * 8, kReadOffset = kReceivedOffset + 8;
-static_assert(kReadOffset + 8 == 216176, "the host reserves this much");
+static_assert(kEmptyOffset + kNumStages * 8 == 216160, "the host reserves this much");
 
-// D leaves in boxes of kDBoxRows x kDBoxColumns, rows swizzled over kDSwizzleBytes (0: plain).
 constexpr u32 kDBytes = 2;
+// D leaves in boxes of kDBoxRows x kDBoxColumns, rows swizzled over kDSwizzleBytes (0: plain).
 constexpr u32 kDBoxColumns = 64, kDBoxRows = 64, kDSwizzleBytes = 128;
 constexpr u32 kNumDBoxes = kBlockN / kDBoxColumns;
 constexpr u32 kDBoxBytes = kDBoxRows * kDBoxColumns * kDBytes;
