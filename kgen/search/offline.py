@@ -127,7 +127,7 @@ def _prospect(run: Run, line: ShapeLine) -> Prospect:
     ranked = leading_tiles(problem, device, wanted * MAX_ATTEMPTS)
     prospect = Prospect(line, ranked, wanted, invalid, len(valid))
     for row in run.db.trials(problem, device.name, device.num_sms):
-        if row.cubin_key != run.key(problem, row.config):
+        if not run.is_current(row):
             continue
         if row.status == "compiled":
             prospect.compiled[row.config] = predict_us(problem, row.config, device)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from kgen.cache.db import TuningDatabase
-from kgen.cache.records import ProblemOutcome, TrialRecord, provenance
-from kgen.config import GemmConfig
+from kgen.cache.records import ProblemOutcome, TrialRecord, TrialRow, provenance
+from kgen.config import GemmConfig, why_invalid
 from kgen.device import Device
 from kgen.errors import (
     CompileError,
@@ -82,6 +82,12 @@ class Run:
     def key(self, problem: GemmProblem, config: GemmConfig) -> str:
         """The key that the configuration's cubin has today."""
         return self.builder.key(problem, config)
+
+    def is_current(self, row: TrialRow) -> bool:
+        """Whether a trial of this device is about the cubin that its configuration gives today."""
+        if why_invalid(row.problem, row.config, self.device):
+            return False
+        return row.cubin_key == self.key(row.problem, row.config)
 
     def check_stop(self) -> None:
         """Raise Interrupted when the run was told to end."""

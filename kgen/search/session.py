@@ -79,7 +79,7 @@ class Session:
             for row in rows
             if row.status != "compiled"
             and row.policy in ("", self._run.options.policy)
-            and row.cubin_key == self._run.key(self.problem, row.config)
+            and self._run.is_current(row)
         ]
 
     def _remember_row(self, row: TrialRow) -> None:

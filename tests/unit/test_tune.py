@@ -20,6 +20,7 @@ import pytest
 import kgen.search.offline
 import kgen.search.session
 from kgen.cache.db import TuningDatabase
+from kgen.cache.records import RunRecord
 from kgen.config import GemmConfig
 from kgen.errors import (
     CompileError,
@@ -44,7 +45,7 @@ from kgen.search.events import (
 )
 from kgen.search.run import status_of
 from kgen.search.stop import StopFlag
-from kgen.search.tune import tune
+from kgen.search.tune import spent_before, tune
 from kgen.settings import Settings
 from kgen.shapes import ShapeLine
 from tests.unit.fake_search import BUILDER, DEVICE, GPU, NO_GPU, time_us
@@ -423,6 +424,29 @@ def test_stop_ends_a_run_in_a_thread(bench: Bench, use_space: UseSpace) -> None:
     assert report.interrupted
     assert report.exit_code == 1
     assert report.problems[0].outcome == "tuned"  # by what was measured until then
+
+
+def run_record(state: str, seconds: int, options: dict[str, Any]) -> RunRecord:
+    date = "2026-11-30T12:00:{:02d}.000+00:00"
+    times: dict[str, Any] = {
+        "started": date.format(0),
+        "heartbeat": date.format(seconds),
+        "ended": None,
+    }
+    return RunRecord(1, "tune", "0", options, "here", 1, "", state=state, **times)
+
+
+def test_time_of_killed_runs_of_the_same_command_counts() -> None:
+    mine, other = {"budget_s": 60.0}, {"budget_s": 90.0}
+    runs = [
+        run_record("killed", 50, mine),
+        run_record("finished", 40, mine),
+        run_record("killed", 20, mine),
+        run_record("interrupted", 5, mine),
+    ]
+    assert spent_before(runs, mine) == 25
+    assert spent_before([*runs, run_record("killed", 7, other)], mine) == 0
+    assert spent_before([], mine) == 0
 
 
 # -- budgets -----------------------------------------------------------------------------------
