@@ -41,7 +41,8 @@ def main() -> int:
     if not missing:
         return 0
     print(f"{sys.executable} lacks {', '.join(missing)}. VENV=0 installs nothing. Either run")
-    print(f"  {sys.executable} -m pip install -c constraints.txt {' '.join(missing)}")
+    wanted = " ".join("'cuda-python[all]'" if name == "cuda-python" else name for name in missing)
+    print(f"  {sys.executable} -m pip install -c constraints.txt {wanted}")
     print("or, on a machine without network, install the wheels of `make wheels`:")
     print("  see 'A GPU machine without network' in CONTRIBUTING.md")
     return 1

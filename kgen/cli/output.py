@@ -107,3 +107,8 @@ def spread(low_us: float | None, high_us: float | None) -> str:
     if low_us is None or high_us is None:
         return "–"
     return f"{microseconds(low_us)}–{microseconds(high_us)}"
+
+
+def count(number: int, what: str) -> str:
+    """A number and its noun, in the plural where it is one."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

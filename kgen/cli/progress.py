@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kgen.cli.output import console, microseconds, note
+from kgen.cli.output import console, count, microseconds, note
 from kgen.search.events import (
     Notice,
     OnEvent,
@@ -101,7 +101,7 @@ class Bars:
 
 def run_line(event: RunStarted) -> str:
     """What a run is about to do, and on what."""
-    what = f"{event.num_problems} problems, {event.num_jobs} compile processes"
+    what = f"{count(event.num_problems, 'problem')}, {count(event.num_jobs, 'compile worker')}"
     if event.measured:
         return f"tuning on {event.device.name}: {what}"
     return (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from kgen import __version__
 from kgen.cli.arguments import (
     Commands,
     add_cache,
@@ -20,7 +21,7 @@ from kgen.cli.arguments import (
     required_lines,
     seconds,
 )
-from kgen.cli.output import data_json, microseconds, note, spread, table
+from kgen.cli.output import count, data_json, microseconds, note, spread, table
 from kgen.search.events import DEFAULT_TRIALS, PREDICTED, TuneOptions
 from kgen.settings import Settings
 
@@ -129,7 +130,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     with progress() as on_event:
         report = tune(lines, settings, options, on_event)
     if args.json:
-        data_json(report.to_dict())
+        data_json({"command": args.command_line, "kgen": __version__, **report.to_dict()})
     else:
         print_report(report)
     return INTERRUPTED if report.interrupted else report.exit_code
@@ -143,8 +144,9 @@ def print_report(report: TuneReport) -> None:
         _print_predicted(report)
     served = sum(problem.ok for problem in report.problems)
     note(
-        f"{served} of {len(report.problems)} problems {'tuned' if report.measured else PREDICTED} "
-        f"in {report.seconds:.0f} s; {report.num_compiles} kernels compiled, "
+        f"{served} of {count(len(report.problems), 'problem')} "
+        f"{'tuned' if report.measured else PREDICTED} in {report.seconds:.0f} s; "
+        f"{count(report.num_compiles, 'kernel')} compiled, "
         f"{report.num_cache_hits} taken from the cache"
     )
     for problem in report.problems:

@@ -219,7 +219,7 @@ def test_render_needs_neither_torch_nor_cuda() -> None:
     code = (
         "import sys; from kgen.cli.main import main; "
         f"code = main(['render', {LINE!r}]); "
-        "assert not {'torch', 'cuda', 'optuna', 'sqlalchemy'} & {*sys.modules}; sys.exit(code)"
+        "assert not {'torch', 'cuda.bindings', 'optuna', 'sqlalchemy'} & {*sys.modules}; sys.exit(code)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
@@ -331,6 +331,7 @@ def test_tune_json_is_json_and_nothing_else(
     assert value["problems"][0]["problem"] == str(PROBLEM)
     assert value["problems"][0]["config"] == GemmConfig().to_dict()
     assert value["measured"] is True
+    assert value["command"] == f"kgen tune '{LINE}' --json"
 
 
 EVENTS = (
