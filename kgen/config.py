@@ -7,7 +7,7 @@ repeat it only as static_assert. Must not import torch, CUDA or any third-party 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from math import gcd
 from typing import Any, Final
 
@@ -29,11 +29,13 @@ MAX_STAGES: Final = 16
 #: warpgroup each thread has 255 at launch, the most an instruction can name: no setmaxnreg, and
 #: ptxas is seen to spill in places above 248.
 REGISTER_SPLIT: Final = {1: (248, 248), 2: (40, 232), 3: (32, 160)}
-#: Registers of the math loop beside the accumulators (scales, addresses, loop state), and those
-#: that a second 64-row wave adds. Fitted to what ptxas 13.0 compiles without spills: 128x208,
-#: 256x128, 192x136, and 128x136 with two accumulators are the widest tiles of their kind.
-MATH_OVERHEAD_REGISTERS: Final = 24
-WAVE_OVERHEAD_REGISTERS: Final = 8
+#: Registers of the math loop beside the accumulators (scales, addresses, loop state), by number of
+#: math warpgroups, and what a second 64-row wave, a cluster and an FP32 output add. Fitted to what
+#: NVRTC and nvcc 13.0 compile without spills; the few tiles that spill all the same fail to build.
+MATH_OVERHEAD_REGISTERS: Final = {1: 24, 2: 24, 3: 22}
+WAVE_OVERHEAD_REGISTERS: Final = 7
+CLUSTER_OVERHEAD_REGISTERS: Final = 9
+FP32_OVERHEAD_REGISTERS: Final = 9
 RASTER_ALONG: Final = ("m", "n")
 BAKED_DIMS: Final = ("none", "nk")
 SASS_PASSES: Final = ("none", "interleave")
@@ -75,7 +77,7 @@ class GemmConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Field name to value, in the order of the fields."""
-        return asdict(self)
+        return dict(vars(self))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> GemmConfig:
@@ -285,8 +287,13 @@ def _why_too_large(c: GemmConfig, d_dtype: str, device: Device) -> Invalid | Non
     r = resources(c, d_dtype)
     if c.num_accumulators == 2 and r.num_waves != 1:
         return Invalid("accumulators_waves", "num_accumulators=2 needs 64 rows a math warpgroup")
-    overhead = MATH_OVERHEAD_REGISTERS + WAVE_OVERHEAD_REGISTERS * (r.num_waves - 1)
-    need = (c.block_n // 2) * (r.num_waves + c.num_accumulators) + overhead
+    need = (
+        (c.block_n // 2) * (r.num_waves + c.num_accumulators)
+        + MATH_OVERHEAD_REGISTERS[c.num_math_warpgroups]
+        + WAVE_OVERHEAD_REGISTERS * (r.num_waves - 1)
+        + CLUSTER_OVERHEAD_REGISTERS * (c.cluster_size > 1)
+        + FP32_OVERHEAD_REGISTERS * (d_dtype == "fp32")
+    )
     if need > r.math_registers:
         return Invalid(
             "registers", f"about {need} registers a math thread: {r.math_registers} available"

@@ -55,7 +55,6 @@ class GpuBody:
         self._case: Case | None = None
         self._output: torch.Tensor | None = None
         self._contenders: dict[str, Contender] = {}
-        self._checked_policies: set[str] = set()
 
     def hello(self) -> Hello:
         """The device at hand."""
@@ -109,7 +108,6 @@ class GpuBody:
 
     def time(self, keys: tuple[str, ...], policy: str) -> list[Measured]:
         """Time the candidates, alternating. What can not be true, or is noisy, is taken twice."""
-        self._check_policy(policy)
         try:
             timings = self._time(keys, policy)
         except MeasureError:
@@ -144,10 +142,8 @@ class GpuBody:
             for key, timing in timings.items()
         ]
 
-    def _check_policy(self, policy: str) -> None:
-        """Try the policy on a fill, once: if that can not be timed, no candidate is to blame."""
-        if policy in self._checked_policies:
-            return
+    def check_policy(self, policy: str) -> None:
+        """Try the policy on a fill: if that can not be timed, no candidate is to blame."""
         wanted = policy_named(policy)
         buffer = torch.empty(1 << 20, dtype=torch.uint8, device=self._torch_device)
         trivial = Verified(GemmProblem("dense", 1, 8, 16), 0.0, 0.0)
@@ -158,7 +154,6 @@ class GpuBody:
                 raise GpuMissing(
                     f"policy {policy} can not be used on this machine: {error}"
                 ) from error
-        self._checked_policies.add(policy)
 
 
 def _noise(timings: dict[str, Timing]) -> float:

@@ -69,6 +69,12 @@ class Backend(Protocol):
     def open(self, problem: GemmProblem) -> None:
         """Make inputs and references, freeing the last problem's; raises Untunable."""
 
+    def check_policy(self, policy: str) -> None:
+        """Time something trivial, once: the first use of the profiler takes seconds.
+
+        Raises GpuMissing when the policy can not be used on this machine.
+        """
+
     def verify(self, cubin: Cubin) -> float:
         """Load and check one candidate and keep it for `time`; gives its largest tile error.
 
@@ -105,6 +111,7 @@ class GpuWorker:
         self._child = self._spawn()
         self._problem: GemmProblem | None = None
         self._errors: dict[str, float] = {}
+        self._policies: set[str] = set()
 
     @property
     def pid(self) -> int:
@@ -128,6 +135,9 @@ class GpuWorker:
         with self._lock.held():
             self._open(problem)
             try:
+                if policy not in self._policies:
+                    self._child.call("check_policy", policy, timeout_s=START_TIMEOUT_S)
+                    self._policies.add(policy)
                 for cubin in cubins:
                     if cubin.key not in self._errors:
                         self._errors[cubin.key] = self._call("verify", cubin)
@@ -189,7 +199,7 @@ class GpuWorker:
             return False
         if lost_context:
             self._child.kill()
-        self._problem, self._errors = None, {}
+        self._problem, self._errors, self._policies = None, {}, set()
         self._child = self._spawn()
         self._on_replaced(str(error))
         return True

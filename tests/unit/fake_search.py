@@ -78,6 +78,9 @@ class FakeGpu:
             raise Untunable(f"{problem}: needs 900 GiB, the GPU has 139")
         self.problem = problem
 
+    def check_policy(self, policy: str) -> None:
+        assert policy
+
     def verify(self, cubin: Cubin) -> float:
         self._check_context()
         self._note(f"verify {cubin.config}")

@@ -155,10 +155,11 @@ def test_a_policy_that_does_not_work_here_is_no_candidates_fault(
     def refuse(*_: Any) -> dict[str, Timing]:
         raise MeasureError("the profiler can not trace here")
 
-    body.verify(cubin())
+    body.check_policy("cold")
+    assert timer.asked == [("fill",)]
     monkeypatch.setattr(gpu_body, "measure_many", refuse)
     with pytest.raises(GpuMissing, match=r"policy cold (.|\n)*can not trace"):
-        body.time(("k",), "cold")
+        body.check_policy("cold")
 
 
 def raiser(error: Exception) -> Callable[..., Any]:
