@@ -6,6 +6,8 @@ Takes shapes and limits, gives a table (or JSON) of winners on stdout and progre
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kgen import __version__
@@ -112,6 +114,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Tune and print the report; 0 when every problem was served, 130 when interrupted."""
     lines = required_lines(args)
+    _make_cache(settings.cache_dir)
     # Only now: a bad shapes file is reported before torch or CUDA is touched.
     from kgen.cli.progress import progress
     from kgen.search.tune import tune
@@ -134,6 +137,17 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     else:
         print_report(report)
     return INTERRUPTED if report.interrupted else report.exit_code
+
+
+def _make_cache(folder: Path) -> None:
+    """Make the cache folder, or say what follows; what children warn of is not shown."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(folder, os.W_OK | os.X_OK) else "no permission"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason:
+        note(f"{folder} can not be written ({reason}): compiled kernels are not kept")
 
 
 def print_report(report: TuneReport) -> None:

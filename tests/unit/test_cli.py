@@ -335,6 +335,18 @@ def test_tune_json_is_json_and_nothing_else(
     assert value["command"] == f"kgen tune '{LINE}' --json"
 
 
+def test_tune_makes_its_cache_or_says_that_it_can_not(
+    fake_tune: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path, own_cache: Path
+) -> None:
+    fake_tune.append(report_of(tuned()))
+    assert main(["tune", LINE]) == 0
+    assert own_cache.is_dir()
+    assert "not kept" not in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["tune", LINE, "--cache", str(tmp_path / "file" / "cache")]) == 0
+    assert "compiled kernels are not kept" in capsys.readouterr().err
+
+
 EVENTS = (
     RunStarted(H200, True, "", 2, 4),
     ProblemStarted(PROBLEM, 1, 800, 0, {}),
