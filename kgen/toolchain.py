@@ -59,7 +59,8 @@ class Compiler:
 
     def flags(self, arch: str = ARCH) -> tuple[str, ...]:
         """Every option this compiler is given: all that a cubin depends on beside the source."""
-        flags = (f"--gpu-architecture={arch}", "-std=c++17", "--ptxas-options=-v")
+        flags: tuple[str, ...] = (f"--gpu-architecture={arch}", "-std=c++17")
+        flags += ("--ptxas-options=-v",)
         # From its own cache NVRTC gives a cubin without ptxas' report of registers and spills. The
         # option came with 12.9.
         if self.name == "nvrtc" and self.version >= (12, 9):

@@ -180,8 +180,7 @@ def main() -> int:
     uuid = str(torch.cuda.get_device_properties(0).uuid)
     facts = read_clocks(uuid)
     say(facts["sm_mhz"] is not None, f"NVML clocks of {uuid}: {facts}")
-    torch.cuda.init()
-    torch.ones(1, device="cuda")
+    torch.ones(1, device="cuda")  # makes the context
     measure._reset_persisting_l2()
     flush = measure._flush_for(device)
     spin = Spin()

@@ -49,7 +49,10 @@ def fitting_tiles() -> list[GemmConfig]:
     heights = [(16, 1), (32, 1), (64, 1), (128, 1), (128, 2), (192, 3), (256, 2)]
     clusters = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (3, 1, 1), (1, 1, 2), (1, 1, 3)]
     shapes = product(heights, range(16, 257, 8), (1, 2), [*clusters, (1, 1, 8)])
-    tiles = [GemmConfig(m, n, 2, w, acc, *c) for (m, w), n, acc, c in shapes]
+    tiles = [
+        GemmConfig(m, n, 2, w, acc, cluster_m=cm, cluster_n=cn, split_k=k)
+        for (m, w), n, acc, (cm, cn, k) in shapes
+    ]
     return [tile for tile in tiles if why_invalid(ENDLESS, tile, H200) is None]
 
 

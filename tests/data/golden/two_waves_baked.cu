@@ -12,7 +12,7 @@
 // raster_group = 8
 // baked_dims = nk
 // sass_pass = none
-// Body SHA-256: fee0be4ffcd8d7697bb6f05224ca366c1a4427060174ee0e156b6aee4cb4a67a
+// Body SHA-256: 1446273714df9661aa4e7e30f712380b52413b1ec669788c26722db5a3904e66
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -333,38 +333,74 @@ struct KRange {
 };
 
 // ---- producer: one thread brings tiles of A and B (and the scales of A) by TMA.
-__device__ __forceinline__ void load_tiles(const GemmArgs& args, const Extent& extent, u32 smem, u32 rank) {
-    const u32 rank_m = rank % kClusterM, rank_n = kSplitK > 1 ? 0 : rank / kClusterM;
-    const u32 stage_bytes = kAStageBytes + kBStageBytes + (args.sfa_direct ? 0 : kBlockM * 4);
-    const KRange range(extent.k_blocks, rank);
-    TileScheduler tiles(extent.m_clusters, extent.n_clusters);
+struct TileLoader {
+    const GemmArgs& args;
+    const KRange range;
+    const u32 smem, rank_m, rank_n, stage_bytes;
+    TileScheduler tiles;
     Stage stage;
-    u32 m_block, n_block;
-    while (tiles.next(m_block, n_block)) {
-        const u32 m0 = (m_block * kClusterM + rank_m) * kBlockM;
-        const u32 n0 = (n_block * kClusterN + rank_n) * kBlockN;
-#pragma unroll 1
-        for (u32 block = range.begin; block < range.end; ++block, stage.advance()) {
-            const u32 full = smem + kFullOffset + stage.index * 8;
-            const u32 a = smem + stage.index * kAStageBytes, b = smem + kBOffset + stage.index * kBStageBytes;
-            mbarrier_wait(smem + kEmptyOffset + stage.index * 8, stage.parity ^ 1);
-            mbarrier_arrive_expect(full, stage_bytes);
-            if (!args.sfa_direct)
-                tma_load(smem + kSfaOffset + stage.index * kSfaStageBytes, &args.map_sfa, m0, block, full);
-            tma_load(a, &args.map_a, block * kBlockK, m0, full);
-            {
-                // The CTAs along M need the same rows of B.
-                const u32 mask = ((1u << kClusterM) - 1) << (rank_n * kClusterM);
-                constexpr u32 rows = kBlockN / kClusterM;
-                tma_load_multicast(b + rank_m * rows * kBlockK, &args.map_b, block * kBlockK,
-                                   n0 + rank_m * rows, full, mask);
-            }
+    u32 m0, n0, block;
+
+    __device__ __forceinline__ TileLoader(const GemmArgs& args, const Extent& extent, u32 smem, u32 rank)
+        : args(args),
+          range(extent.k_blocks, rank),
+          smem(smem),
+          rank_m(rank % kClusterM),
+          rank_n(kSplitK > 1 ? 0 : rank / kClusterM),
+          stage_bytes(kAStageBytes + kBStageBytes + (args.sfa_direct ? 0 : kBlockM * 4)),
+          tiles(extent.m_clusters, extent.n_clusters),
+          m0(0),
+          n0(0),
+          block(range.end) {}
+
+    // Starts the loads of the next K block once its stage is free; false when there is none left.
+    __device__ __forceinline__ bool load_next() {
+        if (block == range.end) {
+            u32 m_block, n_block;
+            if (!tiles.next(m_block, n_block)) return false;
+            m0 = (m_block * kClusterM + rank_m) * kBlockM;
+            n0 = (n_block * kClusterN + rank_n) * kBlockN;
+            block = range.begin;
         }
-    }
-    // Peers still signal these barriers: leave once every stage is back.
-    for (u32 i = 0; i < kNumStages; ++i, stage.advance())
+        const u32 full = smem + kFullOffset + stage.index * 8;
         mbarrier_wait(smem + kEmptyOffset + stage.index * 8, stage.parity ^ 1);
-}
+        mbarrier_arrive_expect(full, stage_bytes);
+        if (!args.sfa_direct)
+            tma_load(smem + kSfaOffset + stage.index * kSfaStageBytes, &args.map_sfa, m0, block, full);
+        load_a(smem + stage.index * kAStageBytes, full);
+        load_b(smem + kBOffset + stage.index * kBStageBytes, full);
+        ++block;
+        stage.advance();
+        return true;
+    }
+
+    __device__ __forceinline__ void load_a(u32 a, u32 full) {
+        tma_load(a, &args.map_a, block * kBlockK, m0, full);
+    }
+
+    __device__ __forceinline__ void load_b(u32 b, u32 full) {
+        // The CTAs along M need the same rows of B.
+        const u32 mask = ((1u << kClusterM) - 1) << (rank_n * kClusterM);
+        constexpr u32 rows = kBlockN / kClusterM;
+        tma_load_multicast(b + rank_m * rows * kBlockK, &args.map_b, block * kBlockK, n0 + rank_m * rows, full,
+                           mask);
+    }
+
+    // What can start before the CTA's threads have met: a whole ring of loads, unless they also land in
+    // CTAs whose barriers may not be there yet.
+    __device__ __forceinline__ void load_ahead() {
+        if constexpr (kClusterM * kClusterN == 1)
+            for (u32 i = 0; i < kNumStages && load_next(); ++i) {}
+    }
+
+    __device__ __forceinline__ void load_rest() {
+        while (load_next()) {}
+        // Peers still signal these barriers: leave once every stage is back.
+        if constexpr (kClusterM * kClusterN > 1)
+            for (u32 i = 0; i < kNumStages; ++i, stage.advance())
+                mbarrier_wait(smem + kEmptyOffset + stage.index * 8, stage.parity ^ 1);
+    }
+};
 
 // ---- producer: one warp brings the scales of B, and those of A where TMA can not take their pitch.
 // A lane's arrival follows its copies, so nothing waits here for data.
@@ -619,11 +655,13 @@ kgen_gemm(const __grid_constant__ GemmArgs args) {
     const u32 n = kN, k = kK;
     const Extent extent(args.m, n, k);
 
-    if (warp == 0 && lane == 0) {
+    constexpr u32 producer_warp = kNumMathWarpgroups * 4;
+    TileLoader loader(args, extent, smem, rank);
+    if (warp == 0 && lane == 0) prefetch_tensor_map(&args.map_d);
+    if (warp == producer_warp && lane == 0) {
         if (smem % 1024) __trap();  // swizzled tiles need it
         prefetch_tensor_map(&args.map_a);
         prefetch_tensor_map(&args.map_b);
-        prefetch_tensor_map(&args.map_d);
         if (!args.sfa_direct) prefetch_tensor_map(&args.map_sfa);
         // Full: the TMA thread, and each scale lane. Empty: each math warp of every CTA in the cluster
         // that shares a tile, since any of them may write here.
@@ -633,15 +671,16 @@ kgen_gemm(const __grid_constant__ GemmArgs args) {
             mbarrier_init(smem + kEmptyOffset + i * 8, kNumMathWarpgroups * 4 * kClusterM * kClusterN);
         }
         mbarrier_init_fence();
+        loader.load_ahead();
     }
     if constexpr (kClusterSize > 1) cluster_sync();
     else __syncthreads();
 
-    if (warp >= kNumMathWarpgroups * 4) {
+    if (warp >= producer_warp) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (warp == kNumMathWarpgroups * 4) {
-            if (lane == 0) load_tiles(args, extent, smem, rank);
-        } else if (warp == kNumMathWarpgroups * 4 + 1) {
+        if (warp == producer_warp) {
+            if (lane == 0) loader.load_rest();
+        } else if (warp == producer_warp + 1) {
             load_scales(args, extent, smem, rank, lane);
         }
     } else {
