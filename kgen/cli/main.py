@@ -18,7 +18,7 @@ from kgen.cli import bench as bench_command
 from kgen.cli import best, doctor, render, show, tune
 from kgen.cli.arguments import OK, USAGE, HelpFormatter, settings_of
 from kgen.cli.output import complain, log_to_stderr
-from kgen.errors import KgenError, UsageError
+from kgen.errors import Interrupted, KgenError, UsageError
 
 FAILED: Final = 1
 INTERRUPTED: Final = 130
@@ -57,12 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         complain(str(error))
         return USAGE
+    except (KeyboardInterrupt, Interrupted):
+        complain("interrupted")
+        return INTERRUPTED
     except KgenError as error:
         complain(str(error))
         return FAILED
-    except KeyboardInterrupt:
-        complain("interrupted")
-        return INTERRUPTED
     except BrokenPipeError:  # the reader of stdout left, as `head` does; nothing is wrong
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK

@@ -24,7 +24,7 @@ from kgen.cli.arguments import (
     seconds,
 )
 from kgen.cli.output import count, data_json, microseconds, note, spread, table
-from kgen.search.events import DEFAULT_TRIALS, PREDICTED, TuneOptions
+from kgen.search.events import DEFAULT_TRIALS, PREDICTED, UNFINISHED, TuneOptions
 from kgen.settings import Settings
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def print_report(report: TuneReport) -> None:
         f"{report.num_cache_hits} taken from the cache"
     )
     for problem in report.problems:
-        if not problem.ok:
+        if not problem.ok and not (report.interrupted and problem.outcome == UNFINISHED):
             note(f"{problem.problem}: {problem.outcome}: {problem.reason}")
     if report.interrupted:
         note("interrupted; finished trials are kept, the same command goes on from here")

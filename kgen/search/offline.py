@@ -22,6 +22,7 @@ from kgen.problem import GemmProblem
 from kgen.search.events import (
     PREDICTED,
     TUNED,
+    UNFINISHED,
     UNTUNABLE,
     ProblemFinished,
     ProblemReport,
@@ -96,6 +97,7 @@ class Forecast:
         for index, prospect in enumerate(self._prospects):
             self._introduce(prospect, index + 1)
         while len(self._reports) < len(self._prospects):
+            self._run.check_stop()
             is_late = time.monotonic() > self._until
             for prospect in self._prospects:
                 if id(prospect) not in self._reports:
@@ -120,6 +122,7 @@ class Forecast:
 
 def _prospect(run: Run, line: ShapeLine) -> Prospect:
     """What the database and the model say of a problem."""
+    run.check_stop()  # with many problems, seconds pass here
     problem, device = line.problem, run.device
     valid = valid_configs(problem, device)
     invalid = dict(count_invalid(problem, device))
@@ -219,6 +222,9 @@ def _report(prospect: Prospect) -> ProblemReport:
         config = min(prospect.compiled, key=lambda c: prospect.compiled[c])
         us = prospect.compiled[config]
         return ProblemReport(problem, weight, PREDICTED, config=config, predicted_us=us, **common)
+    if prospect.waiting or not prospect.is_spent:
+        reason = "stopped before its first kernel was compiled"
+        return ProblemReport(problem, weight, UNFINISHED, reason, **common)
     return ProblemReport(problem, weight, UNTUNABLE, _why_untunable(prospect), **common)
 
 

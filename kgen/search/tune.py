@@ -73,8 +73,9 @@ def tune(
     """Tune every problem within the limits of `options` and report, in the order of `lines`.
 
     Every trial is in the database when it is told of; Ctrl-C, SIGTERM or `stop` end the run in
-    seconds, with a report of what was finished. Raises KgenError for what concerns the whole run:
-    a database that can not be used, no compiler, a GPU that does not come back.
+    seconds, with a report of what was finished. Raises Interrupted when that comes before the
+    work began, and KgenError for what concerns the whole run: a database that can not be used, no
+    compiler, a GPU that does not come back.
     """
     start = time.monotonic()
     stop = stop or StopFlag()
@@ -95,6 +96,9 @@ def tune(
             work = _choose_work(run, machine, lines, start - spent_s)
             is_complete = _do(run, machine, work, len(lines))
             state = "finished" if is_complete else "interrupted"
+        except Interrupted:  # before there was anything to report
+            state = "interrupted"
+            raise
         finally:
             db.end_run(run_id, state)
         return _report(run, machine, work, time.monotonic() - start, not is_complete)

@@ -26,6 +26,7 @@ from kgen.errors import (
     CompileError,
     CompilerMissing,
     DriverError,
+    Interrupted,
     KgenError,
     LaunchError,
     MeasureError,
@@ -424,6 +425,29 @@ def test_stop_ends_a_run_in_a_thread(bench: Bench, use_space: UseSpace) -> None:
     assert report.interrupted
     assert report.exit_code == 1
     assert report.problems[0].outcome == "tuned"  # by what was measured until then
+
+
+def test_without_a_gpu_a_stop_leaves_problems_unfinished(bench: Bench, use_space: UseSpace) -> None:
+    use_space()
+    stop = StopFlag()
+    threading.Timer(1.0, stop.set).start()
+    behaviours = {str(config): "hang" for config in SPACE}
+    report = bench.tune(
+        lines(SMALL, BIG), backend=NO_GPU, fake_builder={"behaviours": behaviours}, stop=stop
+    )
+    assert report.interrupted
+    assert [p.outcome for p in report.problems] == ["unfinished"] * 2
+    again = bench.tune(lines(SMALL, BIG), backend=NO_GPU)
+    assert [p.outcome for p in again.problems] == ["predicted"] * 2
+    assert [run.state for run in bench.db.runs()] == ["interrupted", "finished"]
+
+
+def test_a_stop_before_the_work_begins_is_an_interruption(bench: Bench) -> None:
+    stop = StopFlag()
+    stop.set()
+    with pytest.raises(Interrupted):
+        bench.tune(lines(SMALL), stop=stop)
+    assert [run.state for run in bench.db.runs()] == ["interrupted"]
 
 
 def run_record(state: str, seconds: int, options: dict[str, Any]) -> RunRecord:
