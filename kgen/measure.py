@@ -65,11 +65,13 @@ DEFAULT_POLICY: Final = "cold"
 
 
 def policy_named(name: str) -> Policy:
-    """The policy of that name; "default" is DEFAULT_POLICY. Raises UsageError."""
-    wanted = DEFAULT_POLICY if name == "default" else name
-    if wanted not in POLICIES:
+    """The policy of that name. Raises UsageError.
+
+    No name stands for another one: records are compared by it.
+    """
+    if name not in POLICIES:
         raise UsageError(f"measuring policy {name!r}: expected one of {', '.join(POLICIES)}")
-    return POLICIES[wanted]
+    return POLICIES[name]
 
 
 @dataclass(frozen=True)

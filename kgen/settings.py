@@ -18,9 +18,13 @@ from typing import Final
 
 from kgen.errors import UsageError
 
+#: Longer waits are refused by the system's timers.
+MAX_TIMEOUT_S: Final = 1e6
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 _COMPILER: Final = re.compile(r"auto|(nvrtc|nvcc)(-\d+(\.\d+)*)?")
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+#: What in a path would be read as something else in a URL, or is no text: names need not be UTF-8.
+_NOT_FOR_URLS: Final = re.compile(r"[?#%\udc80-\udcff]")
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,11 @@ class Settings:
         if self.jobs < 1:
             raise UsageError(f"KGEN_JOBS={self.jobs}: expected at least 1")
         for name in ("compile_timeout_s", "trial_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"KGEN_{name.upper()}={getattr(self, name)}: expected more than 0")
+            if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
+                raise UsageError(
+                    f"KGEN_{name.upper()}={getattr(self, name)}: expected seconds, more than 0 and "
+                    f"at most {MAX_TIMEOUT_S:g}"
+                )
         if self.log_level not in LOG_LEVELS:
             raise UsageError(
                 f"KGEN_LOG_LEVEL={self.log_level!r}: expected one of {', '.join(LOG_LEVELS)}"
@@ -64,11 +71,21 @@ class Settings:
 
     @property
     def db_url(self) -> str:
-        """The database as an SQLAlchemy URL; a path becomes a sqlite URL."""
-        where = self.db or str(self.cache_dir / "tuning.db")
-        if _URL.match(where):
-            return where
-        return f"sqlite:///{Path(where).expanduser().absolute()}"
+        """The database as an SQLAlchemy URL, which `cache.db` takes as well as a plain path.
+
+        A path becomes a sqlite URL, or stays one where a URL would mean another file.
+        """
+        path = self.db_path
+        if path is None:
+            return self.db
+        return str(path) if _NOT_FOR_URLS.search(str(path)) else f"sqlite:///{path}"
+
+    @property
+    def db_path(self) -> Path | None:
+        """The database's file; None where a URL was given."""
+        if _URL.match(self.db):
+            return None
+        return absolute_path(self.db, "KGEN_DB") if self.db else self.cache_dir / "tuning.db"
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -89,9 +106,20 @@ class Settings:
         )
 
 
+def absolute_path(text: str, name: str) -> Path:
+    """The path with `~` and the present folder put in; `name` is whose value `text` is.
+
+    Raises UsageError where there is no such home, or no present folder.
+    """
+    try:
+        return Path(text).expanduser().absolute()
+    except (RuntimeError, OSError) as error:
+        raise UsageError(f"{name}={text!r} is no usable path: {error}") from None
+
+
 def _cache_dir(env: Mapping[str, str]) -> Path:
     if given := env.get("KGEN_CACHE_DIR"):
-        return Path(given).expanduser().absolute()
+        return absolute_path(given, "KGEN_CACHE_DIR")
     base = Path(env.get("XDG_CACHE_HOME", ""))
     if base.is_absolute():  # the XDG specification has relative paths ignored
         return base / "kgen"

@@ -21,7 +21,7 @@ from kgen.bench.providers import Kgen, Provider, Ready, TorchBlockwise, TorchTen
 from kgen.cases import Case
 from kgen.device import Device
 from kgen.errors import DriverError, GpuMissing, KgenError
-from kgen.measure import Policy, Timing, measure_many, policy_named
+from kgen.measure import DEFAULT_POLICY, Policy, Timing, measure_many, policy_named
 from kgen.nvml import driver_release
 from kgen.problem import GemmProblem
 from kgen.runtime.dispatch import Dispatcher, StoredBuilder
@@ -100,7 +100,7 @@ def run_bench(
     settings: Settings,
     *,
     against: Sequence[str] = (),
-    policy: str = "default",
+    policy: str = DEFAULT_POLICY,
     command: str = "",
     commit: str = "",
     on_row: Callable[[Row], None] = lambda row: None,

@@ -36,12 +36,12 @@ def connect(url: str | Path, create: bool, readonly: bool, busy_limit_s: float) 
     program or of a newer kgen, a missing file unless `create`, and an unknown kind of URL.
     """
     target = _parse(url)
-    where = target.render_as_string(hide_password=True)
     if target.get_backend_name() != "sqlite":
+        where = target.render_as_string(hide_password=True)
         return Target(_server_engine(target, where), where)
     file = sqlite.file_of(target, busy_s=min(busy_limit_s, 1.0))
     if file is None:
-        return Target(sqlite.memory_engine(to_json), where)
+        return Target(sqlite.memory_engine(to_json), str(url))
     sqlite.check_path(file, create and not readonly)
     if not file.is_empty:
         _look_without_touching(file)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -53,7 +54,7 @@ class SqliteFile:
         """The SQLite URI; mode is ro, rw or rwc."""
         query = {**self.query, "mode": mode, **more}
         pairs = "&".join(f"{quote(k)}={quote(v)}" for k, v in query.items())
-        return f"file:{quote(str(self.path))}?{pairs}"
+        return f"file:{quote(os.fsencode(self.path))}?{pairs}"  # names need not be UTF-8
 
     @property
     def identity(self) -> tuple[int, int] | None:
@@ -88,6 +89,10 @@ def check_path(file: SqliteFile, create: bool) -> None:
     POSIX locks that other connections of this process hold on it.
     """
     path = file.path
+    try:
+        path.exists()
+    except OSError as error:  # a folder that may not be entered, a name that is too long
+        raise DatabaseError(f"{path} can not be reached: {error.strerror}") from error
     if path.exists() and not path.is_file():
         what = "a folder" if path.is_dir() else "not a regular file"
         raise DatabaseError(f"{path} is {what}: give the database a file name (--db or KGEN_DB)")

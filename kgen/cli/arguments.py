@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
+from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 from kgen.cli.output import note
 from kgen.errors import UsageError
-from kgen.settings import Settings
+from kgen.settings import Settings, absolute_path
 
 if TYPE_CHECKING:
     from kgen.cache.db import TuningDatabase
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 OK: Final = 0
 USAGE: Final = 2
+
+#: Names of the policies in kgen.measure, which needs torch; the default one first.
+POLICIES: Final = ("cold", "hot", "cold-events")
 
 #: What `add_subparsers` returns; argparse has no public name for it.
 Commands = Any
@@ -91,7 +94,8 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         metavar="NAME",
-        default="default",
+        choices=POLICIES,
+        default=POLICIES[0],
         help="how times are taken: cold, hot or cold-events (default: cold, L2 flushed)",
     )
 
@@ -112,8 +116,8 @@ def positive(text: str) -> int:
 def seconds(text: str) -> float:
     """An argparse type: a time above 0, in seconds."""
     value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text}: expected more than 0 seconds")
+    if not 0 < value < inf:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number of seconds above 0")
     return value
 
 
@@ -121,7 +125,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     """The environment's settings with the command line's on top."""
     cache = getattr(args, "cache", None)
     given: dict[str, Any] = {
-        "cache_dir": Path(cache).expanduser().absolute() if cache else None,
+        "cache_dir": absolute_path(cache, "--cache") if cache else None,
         "db": getattr(args, "db", None),
         "compiler": getattr(args, "compiler", None),
         "jobs": getattr(args, "jobs", None),

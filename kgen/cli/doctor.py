@@ -177,8 +177,9 @@ def _database(settings: Settings) -> Iterator[Finding]:
     from kgen.cache.db import TuningDatabase
 
     url = settings.db_url
-    path = Path(url.removeprefix("sqlite:///"))
-    if url.startswith("sqlite:///") and not path.exists():
+    path = settings.db_path or Path(url.removeprefix("sqlite:///"))
+    is_file = settings.db_path or url.startswith("sqlite:///")
+    if is_file and not os.path.exists(path):
         reason = why_not_writable(path.parent)
         state, what = (BROKEN, reason) if reason else (FOUND, "not made yet")
         fix = "set --db or KGEN_DB to a place that you may write" if reason else ""

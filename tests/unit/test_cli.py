@@ -141,6 +141,10 @@ def test_help_is_quick() -> None:
         ("tune", LINE, "--trials", "many"),
         ("tune", LINE, "--budget", "-1"),
         ("tune", LINE, "--budget", "nan"),
+        ("tune", LINE, "--budget", "inf"),
+        ("tune", LINE, "--budget-per-problem", "inf"),
+        ("tune", LINE, "--policy", "warm"),
+        ("tune", LINE, "--cache", "~nobody-of-that-name/cache"),
         ("tune", LINE, "--compiler", "gcc"),
         ("tune", "dense m=sixty n=2112 k=7168"),
         ("tune", "--shapes", "no_such_file.txt"),
@@ -296,6 +300,7 @@ def test_tune_prints_a_table_and_passes_its_options(
     assert [(line.problem, line.weight) for line in lines] == [(PROBLEM, 2.0)]
     assert (options.trials, options.budget_s, options.sampler) == (7, 420.0, "random")
     assert options.gpu
+    assert options.policy == TuneOptions().policy  # by another name it would know no earlier time
 
 
 def test_tune_without_a_gpu_says_predicted_and_exits_with_0(
@@ -465,6 +470,7 @@ def test_policies_named_in_the_help_are_the_real_ones(command: str) -> None:
     from kgen.measure import DEFAULT_POLICY, POLICIES
 
     text = " ".join(parser_of(command).format_help().split())
+    assert tuple(POLICIES) == arguments.POLICIES
     *first, last = POLICIES
     assert f"{', '.join(first)} or {last} (default: {DEFAULT_POLICY}," in text
 

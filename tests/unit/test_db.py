@@ -28,6 +28,7 @@ from kgen.cache.records import ProblemOutcome, TrialRecord
 from kgen.config import GemmConfig
 from kgen.errors import DatabaseError
 from kgen.problem import GemmProblem
+from kgen.settings import Settings
 
 MakeTrial = Callable[..., TrialRecord]
 ROOT = Path(__file__).parent.parent.parent
@@ -578,6 +579,23 @@ def test_a_file_deleted_under_a_run_is_an_error(path: Path, make_trial: MakeTria
         with pytest.raises(DatabaseError, match="moved or deleted"):
             db.record(make_trial())
         assert not path.exists()
+
+
+@pytest.mark.parametrize("name", ["a?b=c#d%20e.db", "\udcff\u00e4 .db", "file:x.db"])
+def test_a_file_may_have_any_name(tmp_path: Path, make_trial: MakeTrial, name: str) -> None:
+    for url in (tmp_path / name, Settings(tmp_path, db=str(tmp_path / name)).db_url):
+        with TuningDatabase.open(url) as db:
+            db.record(make_trial())
+    assert db.where == str(tmp_path / name)
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+    with TuningDatabase.open(tmp_path / name, create=False, readonly=True) as db:
+        assert len(db.trials()) == 2
+
+
+def test_a_name_that_can_not_be_is_an_error(tmp_path: Path) -> None:
+    for create in (False, True):
+        with pytest.raises(DatabaseError, match="can not be reached: File name too long"):
+            TuningDatabase.open(tmp_path / ("x" * 300), create=create)
 
 
 def test_a_broken_file_is_an_error(path: Path, make_trial: MakeTrial) -> None:

@@ -56,6 +56,9 @@ def test_cache_dir_overrides_and_expands() -> None:
         ("sqlite:////data/t.db", "sqlite:////data/t.db"),
         ("postgresql+psycopg://u@h/kgen", "postgresql+psycopg://u@h/kgen"),
         ("t.db", f"sqlite:///{Path.cwd()}/t.db"),
+        ("/data/a?b=1.db", "/data/a?b=1.db"),
+        ("/data/100%.db", "/data/100%.db"),
+        ("/data/\udcff.db", "/data/\udcff.db"),
     ],
 )
 def test_database_is_a_path_or_a_url(given: str, url: str) -> None:
@@ -87,12 +90,20 @@ def test_the_rest_of_the_variables() -> None:
         ("KGEN_JOBS", "1.5"),
         ("KGEN_COMPILE_TIMEOUT_S", "0"),
         ("KGEN_TRIAL_TIMEOUT_S", "nan"),
+        ("KGEN_COMPILE_TIMEOUT_S", "inf"),
+        ("KGEN_TRIAL_TIMEOUT_S", "1e300"),
+        ("KGEN_CACHE_DIR", "~nobody-of-that-name/cache"),
         ("KGEN_LOG_LEVEL", "loud"),
     ],
 )
 def test_bad_values_name_the_variable(name: str, value: str) -> None:
     with pytest.raises(UsageError, match=name):
         Settings.from_env({name: value})
+
+
+def test_a_database_in_a_home_that_is_not_there_is_usage() -> None:
+    with pytest.raises(UsageError, match=r"KGEN_DB='~nobody-of-that-name/t\.db'"):
+        _ = Settings.from_env({"KGEN_DB": "~nobody-of-that-name/t.db"}).db_url
 
 
 def test_empty_means_unset() -> None:
