@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kgen.device import Device
-from kgen.errors import DriverError, Interrupted, KgenError, Untunable, WorkerDied, WorkerTimeout
+from kgen.errors import (
+    DriverError,
+    GpuMissing,
+    Interrupted,
+    KgenError,
+    Untunable,
+    WorkerDied,
+    WorkerTimeout,
+)
 from kgen.problem import GemmProblem
 from kgen.search.child import Child
 from kgen.search.gpu_lock import GpuLock
@@ -127,17 +135,15 @@ class GpuWorker:
     def measure(self, problem: GemmProblem, cubins: Sequence[Cubin], policy: str) -> list[Measured]:
         """Verify every cubin, then time them, alternating; each step under its own limit.
 
-        Raises Untunable when the problem can not be set up, and what a candidate's failure is:
+        Raises Untunable when the problem can not be set up, GpuMissing when the GPU does not come
+        back, and what a candidate's failure is:
         WrongResult, LaunchError, DriverError, MeasureError, WorkerTimeout, WorkerDied.
         """
         assert self._lock is not None, "hello comes first"
         self._await_start()
         with self._lock.held():
-            self._open(problem)
+            self._open(problem, policy)
             try:
-                if policy not in self._policies:
-                    self._child.call("check_policy", policy, timeout_s=START_TIMEOUT_S)
-                    self._policies.add(policy)
                 for cubin in cubins:
                     if cubin.key not in self._errors:
                         self._errors[cubin.key] = self._call("verify", cubin)
@@ -158,33 +164,44 @@ class GpuWorker:
     def _call(self, method: str, *args: Any, times: int = 1) -> Any:
         return self._child.call(method, *args, timeout_s=self._limit_s * times)
 
-    def _open(self, problem: GemmProblem) -> None:
-        """Have the problem open in a living child, or raise Untunable: twice is no accident."""
-        if self._problem == problem:
-            return
+    def _open(self, problem: GemmProblem, policy: str) -> None:
+        """Have the policy tried and the problem open in a living child: no candidate is in it yet.
+
+        Once is an accident. Raises GpuMissing when trying the policy breaks the child twice, and
+        Untunable when the problem does.
+        """
         for attempt in (1, 2):
-            self._problem, self._errors = None, {}
             try:
-                self._child.call("open", problem, timeout_s=OPEN_TIMEOUT_S)
+                return self._set_up(problem, policy)
             except KgenError as error:
-                broken = self._replace_if_broken(error)
-                if attempt == 1 and broken:
-                    self._await_start()
-                    continue
-                if broken:
+                is_tried = policy in self._policies
+                if not self._replace_if_broken(error):
+                    raise
+                if attempt == 2 and is_tried:
                     raise Untunable(f"inputs and references can not be made: {error}") from error
-                raise
+                if attempt == 2:
+                    raise GpuMissing(f"policy {policy} can not be tried here: {error}") from error
+                self._await_start()
+
+    def _set_up(self, problem: GemmProblem, policy: str) -> None:
+        if policy not in self._policies:
+            self._child.call("check_policy", policy, timeout_s=START_TIMEOUT_S)
+            self._policies.add(policy)
+        if self._problem != problem:
+            self._problem, self._errors = None, {}
+            self._child.call("open", problem, timeout_s=OPEN_TIMEOUT_S)
             self._problem = problem
-            return
 
     def _await_start(self) -> None:
         """Wait for a child that was just replaced; a candidate's fault is not its fault."""
         for attempt in range(1, START_ATTEMPTS + 1):
             try:
                 return self._child.wait_ready()
-            except (WorkerDied, WorkerTimeout):
+            except (WorkerDied, WorkerTimeout) as error:
                 if attempt == START_ATTEMPTS:
-                    raise
+                    raise GpuMissing(
+                        f"the process that owns the GPU did not start {attempt} times: {error}"
+                    ) from error
                 time.sleep(START_PAUSE_S)
                 self._child = self._spawn()
 

@@ -47,6 +47,7 @@ def time_us(problem: GemmProblem, config: GemmConfig) -> float:
 class FakeGpu:
     """The backend. `behaviours`: str(config) to hang, abort, segv, fault, wrong, refused, ...
 
+    `starts` is a file: a process that finds it dies at once, so that only the first one starts.
     `untunable` lists problems (as shapes lines) that can not be opened, `fast` configurations
     that would be the fastest of all, `journal` a file that gets a line for every call, `spans`
     one that gets begin and end of every measurement. `flaky` passes alone, and faults with others
@@ -57,6 +58,8 @@ class FakeGpu:
     untunable: tuple[str, ...] = ()
     fast: tuple[str, ...] = ()
     open_behaviour: str = ""
+    policy_behaviour: str = ""
+    starts: str = ""
     journal: str = ""
     flaky: str = ""
     spans: str = ""
@@ -66,7 +69,13 @@ class FakeGpu:
     problem: GemmProblem | None = None
     verified: dict[str, GemmConfig] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.starts and Path(self.starts).exists():
+            os.abort()
+
     def hello(self) -> Hello:
+        if self.starts:
+            Path(self.starts).touch()
         return Hello(DEVICE, self.uuid, "580.1", (13, 0))
 
     def open(self, problem: GemmProblem) -> None:
@@ -80,6 +89,8 @@ class FakeGpu:
 
     def check_policy(self, policy: str) -> None:
         assert policy
+        self._note(f"check {policy}")
+        self._misbehave(self.policy_behaviour)
 
     def verify(self, cubin: Cubin) -> float:
         self._check_context()

@@ -29,6 +29,7 @@ from kgen.errors import (
     WrongResult,
 )
 from kgen.problem import GemmProblem
+from kgen.search import gpu_worker
 from kgen.search.child import Child
 from kgen.search.compile_pool import CompilePool
 from kgen.search.gpu_lock import GpuLock
@@ -164,6 +165,33 @@ def test_a_problem_that_kills_its_child_twice_is_untunable(workers: Workers) -> 
     with pytest.raises(Untunable, match="SIGABRT"):
         worker.measure(PROBLEM, [cubin(CONFIGS[0])], "default")
     assert len(workers.replaced) == 2
+
+
+@pytest.mark.parametrize("behaviour", ["abort", "fault"])
+def test_a_policy_that_breaks_its_child_is_no_candidates_fault(
+    workers: Workers, behaviour: str, tmp_path: Path
+) -> None:
+    """Else a good cubin would be on record as faulted, and never be chosen again."""
+    journal = tmp_path / "journal"
+    worker = workers(policy_behaviour=behaviour, journal=str(journal))
+    worker.hello()
+    with pytest.raises(GpuMissing, match="policy cold can not be tried"):
+        worker.measure(PROBLEM, [cubin(CONFIGS[0])], "cold")
+    assert len(workers.replaced) == 2
+    assert journal.read_text().splitlines() == ["check cold"] * 2
+
+
+def test_a_gpu_that_does_not_come_back_is_no_candidates_fault(
+    workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_worker, "START_PAUSE_S", 0.01)
+    bad, good = CONFIGS[:2]
+    worker = workers(behaviours={str(bad): "segv"}, starts=str(tmp_path / "started"))
+    worker.hello()
+    with pytest.raises(WorkerDied):
+        worker.measure(PROBLEM, [cubin(bad)], "cold")
+    with pytest.raises(GpuMissing, match=r"did not start 3 times.*SIGABRT"):
+        worker.measure(PROBLEM, [cubin(good)], "cold")
 
 
 def test_no_gpu_is_said_by_the_child(workers: Workers) -> None:
