@@ -114,13 +114,15 @@ def default_compiler(
         reasons += search.missing
         for compiler in search.found:
             if not _is_wanted(settings.compiler, compiler):
-                reasons.append(f"{compiler.id}: not KGEN_COMPILER={settings.compiler}")
+                reasons.append(f"{compiler.id} is another one")
             elif driver_cuda and (reason := why_not_loadable(compiler, driver_cuda)):
                 reasons.append(reason)
             else:
                 return compiler
+    wanted = settings.compiler
+    asked = "" if wanted == "auto" else f" as {wanted} (--compiler, KGEN_COMPILER)"
     raise CompilerMissing(
-        f"no compiler to use with KGEN_COMPILER={settings.compiler}: {'; '.join(reasons)}. "
+        f"no compiler to use{asked}: {'; '.join(reasons)}. "
         "NVRTC comes with: pip install 'cuda-python[all]'"
     )
 

@@ -113,7 +113,7 @@ def _api() -> Any:
     try:
         code = int(driver.cuInit(0)[0])
     except RuntimeError as error:  # the bindings found no libcuda
-        raise DriverError(f"no CUDA driver on this machine: {error}") from error
+        raise DriverError("no CUDA driver on this machine (libcuda.so.1 not found)") from error
     if code:
         raise DriverError(f"cuInit: {_name(driver, code)}", code, code in FATAL_RESULTS)
     return driver
