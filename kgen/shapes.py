@@ -85,7 +85,7 @@ def parse_line(text: str, where: str = "<argument>") -> list[ShapeLine]:
 
 def parse_problem(text: str) -> GemmProblem:
     """The one problem that a line stands for. Raises ShapesError for none or several."""
-    lines = parse_line(text)
+    lines = parse_line(text, repr(text))
     if len(lines) != 1:
         raise ShapesError(f"{text!r}: {len(lines)} problems; expected one, like {EXAMPLE!r}")
     return lines[0].problem

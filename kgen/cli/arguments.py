@@ -17,6 +17,7 @@ from kgen.settings import Settings, absolute_path
 if TYPE_CHECKING:
     from kgen.cache.db import TuningDatabase
     from kgen.device import Device
+    from kgen.problem import GemmProblem
     from kgen.shapes import ShapeLine, Shapes
 
 OK: Final = 0
@@ -105,17 +106,30 @@ def add_json(parser: argparse.ArgumentParser, default: str = "a table") -> None:
     parser.add_argument("--json", action="store_true", help=f"print JSON (default: {default})")
 
 
+def add_problem(parser: argparse.ArgumentParser, usage: str) -> None:
+    """The one PROBLEM of a command; `usage` is what may follow it, in the order to be written."""
+    parser.usage = f"%(prog)s [-h] PROBLEM {usage}"
+    # Any number, so that `one_problem` can say what is wrong where quotes were forgotten.
+    parser.add_argument("problem", metavar="PROBLEM", nargs="*", help=PROBLEM_HELP)
+
+
 def positive(text: str) -> int:
     """An argparse type: a whole number from 1."""
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected at least 1")
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number from 1")
     return value
 
 
 def seconds(text: str) -> float:
     """An argparse type: a time above 0, in seconds."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < inf:
         raise argparse.ArgumentTypeError(f"{text}: expected a number of seconds above 0")
     return value
@@ -139,10 +153,26 @@ def lines_of(problems: list[str], files: list[str]) -> Shapes:
     from kgen.shapes import Shapes, load_shapes, merge, parse_line
 
     loaded = [load_shapes(name) for name in files]
-    given = [line for text in problems for line in parse_line(text)]
+    _check_quotes(problems)
+    given = [line for text in problems for line in parse_line(text, repr(text))]
     merged = merge([*given, *(line for shapes in loaded for line in shapes.lines)])
     notes = [text for shapes in loaded for text in shapes.notes]
     return Shapes(merged.lines, notes + merged.notes)
+
+
+def one_problem(args: argparse.Namespace) -> GemmProblem:
+    """The problem of a command that takes one; raises UsageError for none or several."""
+    from kgen.shapes import parse_problem
+
+    _check_quotes(args.problem)
+    if len(args.problem) != 1:
+        raise UsageError(f"{len(args.problem)} problems given; expected one, before any --set")
+    return parse_problem(args.problem[0])
+
+
+def _check_quotes(problems: list[str]) -> None:
+    if len(problems) > 1 and all(" " not in text.strip() for text in problems):
+        raise UsageError(f'put the problem in quotes: "{" ".join(problems)}"')
 
 
 def required_lines(args: argparse.Namespace) -> list[ShapeLine]:

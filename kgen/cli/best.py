@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 MORE = """\
 Verified and timed kernels are listed for every device in the database. A problem with none shows
-its predicted kernel, as such. The exit code is 1 when nothing is known of a problem asked for."""
+its predicted kernel, as such. A configuration such as 64x88 s10 w1 split_k=4 reads: block_m x
+block_n, stages, math warpgroups, and what differs from the defaults. The exit code is 1 when
+nothing is known of a problem asked for."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -66,15 +68,24 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 def best_rows(
     database: TuningDatabase, wanted: list[GemmProblem], device_name: str | None
 ) -> list[TrialRow]:
-    """The winner of each problem and device, else its best prediction; in the order wanted."""
+    """The winner of each problem and device, else its best prediction.
+
+    In the order wanted, or sorted by size where every problem is.
+    """
     rows = database.winners(device_name)
     timed = {row.problem for row in rows}
     rows += best_predicted(database, timed, device_name)
     if wanted:
         order = {problem: index for index, problem in enumerate(wanted)}
         rows = [row for row in rows if row.problem in order]
-        rows.sort(key=lambda row: order[row.problem])
-    return rows
+        return sorted(rows, key=lambda row: order[row.problem])
+    return sorted(rows, key=_size)
+
+
+def _size(row: TrialRow) -> tuple[Any, ...]:
+    problem = row.problem
+    sizes = (problem.n, problem.k, problem.m, problem.groups)
+    return (problem.kind, *sizes, problem.d_dtype, problem.num_sms, row.device_name, row.num_sms)
 
 
 def best_predicted(
@@ -93,22 +104,24 @@ def best_predicted(
 
 
 def _print(rows: list[TrialRow]) -> None:
-    headings = ("problem", "device", "what", "µs", "p10–p90", "error", "configuration", "date")
+    devices = {f"{row.device_name}, {row.num_sms} SMs" for row in rows}
+    several = len(devices) > 1
+    headings = ("problem", *["device"] * several, "what", "µs", "p10–p90", "error", "configuration")
     cells = [
         (
             str(row.problem),
-            f"{row.device_name}, {row.num_sms} SMs",
+            *[f"{row.device_name}, {row.num_sms} SMs"] * several,
             "measured" if row.status == "ok" else "predicted",
             microseconds(row.median_us if row.status == "ok" else row.predicted_us),
             spread(row.p10_us, row.p90_us),
             f"{row.error:.1e}" if row.error is not None else "–",
             str(row.config),
-            row.date[:10],
         )
         for row in rows
     ]
     if cells:
-        table(headings, cells, text_columns=(0, 1, 2, 6, 7))
+        text_columns = (0, 1, 2, 6) if several else (0, 1, 5)
+        table(headings, cells, title="" if several else devices.pop(), text_columns=text_columns)
 
 
 def _as_json(row: TrialRow) -> dict[str, Any]:

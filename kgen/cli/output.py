@@ -9,10 +9,14 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod
+
+
+#: Text columns no wider than this are not wrapped where a table is wider than the terminal.
+LONGEST_WHOLE: Final = 12
 
 
 def complain(message: str) -> None:
@@ -70,13 +74,15 @@ def _print_rich(
     from rich.table import Table
     from rich.text import Text
 
+    columns = list(zip(headings, *rows, strict=True))
     grid = Table(title=Text(title) if title else None, title_justify="left", box=None)
     grid.pad_edge = False
     grid.show_header = any(headings)
     for index, heading in enumerate(headings):
         text = index in text_columns
         justify: JustifyMethod = "left" if text else "right"
-        grid.add_column(Text(heading), justify=justify, no_wrap=not text, overflow="fold")
+        whole = not text or max(map(len, columns[index])) <= LONGEST_WHOLE
+        grid.add_column(Text(heading), justify=justify, no_wrap=whole, overflow="fold")
     for row in rows:
         grid.add_row(*(Text(cell) for cell in row))
     console(sys.stdout).print(grid)

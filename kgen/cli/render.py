@@ -9,7 +9,7 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kgen.cli.arguments import OK, PROBLEM_HELP, Commands, add_command, add_json
+from kgen.cli.arguments import OK, Commands, add_command, add_json, add_problem, one_problem
 from kgen.cli.output import data, data_json
 from kgen.errors import UsageError
 from kgen.settings import Settings
@@ -26,7 +26,7 @@ H200 is printed. Values that no valid configuration has are refused with the rea
 def add_parser(commands: Commands) -> None:
     """Add `kgen render`."""
     parser = add_command(commands, "render", "print the CUDA source of a configuration", MORE)
-    parser.add_argument("problem", metavar="PROBLEM", help=PROBLEM_HELP)
+    add_problem(parser, "[--set AXIS=VALUE ...] [--json]")
     parser.add_argument(
         "--set",
         metavar="AXIS=VALUE",
@@ -42,9 +42,8 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Print the source; raises UsageError for an unknown axis or an invalid configuration."""
     from kgen.render import render
-    from kgen.shapes import parse_problem
 
-    problem = parse_problem(args.problem)
+    problem = one_problem(args)
     config = with_values(problem, args.set)
     source = render(problem, config)
     if args.json:

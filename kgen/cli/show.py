@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kgen.cli.arguments import (
     OK,
-    PROBLEM_HELP,
     Commands,
     add_cache,
     add_command,
     add_compiler,
     add_json,
+    add_problem,
     database_at,
     device_at_hand,
+    one_problem,
 )
 from kgen.cli.output import data, data_json, microseconds, note
 from kgen.errors import DatabaseError
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 
 MORE = """\
 The configuration is the best verified one in the database for the GPU at hand (an H200 where
-there is none), else the best predicted one, else the analytic model's choice; stderr says which."""
+there is none), else the best predicted one, else the analytic model's choice. The summary says
+which; of everything else, stderr does."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,11 @@ class Chosen:
 def add_parser(commands: Commands) -> None:
     """Add `kgen show`."""
     parser = add_command(commands, "show", "show the kernel of one problem", MORE)
-    parser.add_argument("problem", metavar="PROBLEM", help=PROBLEM_HELP)
+    add_problem(
+        parser,
+        "[--source | --ptx | --sass | --config] [--json]\n"
+        "                 [--compiler NAME] [--cache DIR] [--db DB]",
+    )
     what = parser.add_mutually_exclusive_group()
     for name, text in (
         ("source", "the CUDA source"),
@@ -71,10 +77,9 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Print what was asked for; raises CompilerMissing, CompileError for PTX and SASS."""
-    from kgen.shapes import parse_problem
-
-    chosen = choose(parse_problem(args.problem), settings)
-    note(f"{chosen.config}: {chosen.origin}")
+    chosen = choose(one_problem(args), settings)
+    if args.what != "summary" or args.json:  # the summary says it itself
+        note(f"{chosen.config}: {chosen.origin}")
     if args.json:
         text = None if args.what in ("summary", "config") else SHOWN[args.what](chosen, settings)
         data_json(_as_json(chosen) | ({args.what: text} if text else {}))
@@ -99,7 +104,7 @@ def choose(problem: GemmProblem, settings: Settings) -> Chosen:
         return Chosen(problem, device, best.config, f"verified and timed on {where}", best)
     if others:
         first = others[0]
-        return Chosen(problem, device, first.config, f"{first.origin}; not timed here", first.row)
+        return Chosen(problem, device, first.config, first.origin, first.row)
     config = default_config(problem, device)
     return Chosen(problem, device, config, f"the analytic model's choice for {where}", None)
 

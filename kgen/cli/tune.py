@@ -136,6 +136,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         data_json({"command": args.command_line, "kgen": __version__, **report.to_dict()})
     else:
         print_report(report)
+    _say_how_it_went(report)
     return INTERRUPTED if report.interrupted else report.exit_code
 
 
@@ -151,17 +152,21 @@ def _make_cache(folder: Path) -> None:
 
 
 def print_report(report: TuneReport) -> None:
-    """The table of winners, and one line on the run."""
+    """The table of winners."""
     if report.measured:
         _print_measured(report)
     else:
         _print_predicted(report)
+
+
+def _say_how_it_went(report: TuneReport) -> None:
     served = sum(problem.ok for problem in report.problems)
     note(
         f"{served} of {count(len(report.problems), 'problem')} "
         f"{'tuned' if report.measured else PREDICTED} in {report.seconds:.0f} s; "
         f"{count(report.num_compiles, 'kernel')} compiled, "
-        f"{report.num_cache_hits} taken from the cache"
+        f"{report.num_cache_hits} taken from the cache, "
+        f"{count(sum(p.skipped for p in report.problems), 'problem')} known before"
     )
     for problem in report.problems:
         if not problem.ok and not (report.interrupted and problem.outcome == UNFINISHED):

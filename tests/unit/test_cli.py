@@ -170,6 +170,26 @@ def test_wrong_usage_exits_with_2_and_says_why(
     assert not own_cache.exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("tune", *LINE.split()), f'in quotes: "{LINE}"'),
+        (("show", *LINE.split()), f'in quotes: "{LINE}"'),
+        (("render", *LINE.split()), f'in quotes: "{LINE}"'),
+        (("render", "--set", "block_n=152", LINE), "0 problems given; expected one, before"),
+        (("render", LINE, LINE), "2 problems given"),
+        (("render", "dense m=1 n=7 k=16"), "'dense m=1 n=7 k=16': n=7: "),
+        (("tune", LINE, "--trials", "many"), "many: expected a whole number from 1"),
+        (("tune", LINE, "--budget", "soon"), "soon: expected a number of seconds above 0"),
+    ],
+)
+def test_slips_are_explained(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code_of(*words) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_bad_shapes_line_is_named_before_anything_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], own_cache: Path
 ) -> None:
@@ -536,7 +556,8 @@ def test_best_tells_measured_from_predicted(
     database: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["best", "--db", str(database)]) == 0
-    header, first, second = capsys.readouterr().out.splitlines()
+    device, header, first, second = capsys.readouterr().out.splitlines()
+    assert device == "NVIDIA H200, 132 SMs"
     assert "configuration" in header
     assert all(text in first for text in (str(PROBLEM), "measured", "12.50", "128x152"))
     assert all(text in second for text in ("m=128", "predicted", "8.00", "128x96"))
@@ -558,7 +579,8 @@ def test_show_takes_the_database_first(
     assert main(["show", LINE, "--db", str(database)]) == 0
     out, err = capsys.readouterr()
     assert "12.50 µs" in out
-    assert "verified and timed on NVIDIA H200" in err
+    assert "verified and timed on NVIDIA H200" in out
+    assert err == ""
     assert main(["show", LINE, "--db", str(database), "--config"]) == 0
     assert "block_n=152" in capsys.readouterr().out.splitlines()
     assert main(["show", LINE, "--db", str(database), "--source"]) == 0
