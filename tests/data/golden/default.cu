@@ -12,7 +12,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 8aa489d69f2e6bde0e855f3653b2a02aabc8c50ed867eb198db016f0cb4291d3
+// Body SHA-256: 5f1c2a7c4349734e67f5ca135b83cc661966cf127592087ede2dd65d441f429d
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -271,31 +271,59 @@ __device__ __forceinline__ void store_matrix_x4(u32 address, u32 a, u32 b, u32 c
                  : "memory");
 }
 
-// Walks the tiles of D. A persistent CTA (in whole clusters) takes every num_clusters-th tile of a
-// walk in strips: kRasterGroup blocks along one dimension, then on along the other, so that the
-// operands of neighbouring tiles are found in L2.
-struct TileScheduler {
-    u32 blocks_along, blocks_across, total, step, next_tile;
+// Sizes of a launch in blocks.
+struct Extent {
+    u32 m_clusters, n_clusters, k_blocks, b_scale_rows;
 
-    __device__ __forceinline__ TileScheduler(u32 m_blocks, u32 n_blocks)
-        : blocks_along(kRasterAlongM ? m_blocks : n_blocks),
-          blocks_across(kRasterAlongM ? n_blocks : m_blocks),
-          total(m_blocks * n_blocks),
+    __device__ __forceinline__ Extent(u32 m, u32 n, u32 k)
+        : m_clusters((m + kBlockM * kClusterM - 1) / (kBlockM * kClusterM)),
+          n_clusters((n + kBlockN * kClusterN - 1) / (kBlockN * kClusterN)),
+          k_blocks((k + kBlockK - 1) / kBlockK),
+          b_scale_rows((n + 127) / 128) {}
+};
+
+// What a CTA does at a time: the first row and column of a tile of D, and the K blocks that it adds up.
+struct Work {
+    u32 m0, n0, k_begin, k_end;
+};
+
+// Walks the tiles of D. A persistent CTA (in whole clusters) takes every step-th tile of a walk in
+// strips: kRasterGroup blocks along one dimension, then on along the other, so that the operands of
+// neighbouring tiles are found in L2.
+// A split along K gives each CTA of a cluster a share of every tile's K blocks.
+struct TileScheduler {
+    const u32 blocks_along, blocks_across, total, k_blocks, rank_m, rank_n, split_rank, step;
+    u32 next_tile;
+
+    __device__ __forceinline__ TileScheduler(const Extent& extent, u32 rank)
+        : blocks_along(kRasterAlongM ? extent.m_clusters : extent.n_clusters),
+          blocks_across(kRasterAlongM ? extent.n_clusters : extent.m_clusters),
+          total(extent.m_clusters * extent.n_clusters),
+          k_blocks(extent.k_blocks),
+          rank_m(kSplitK > 1 ? 0 : rank % kClusterM),
+          rank_n(kSplitK > 1 ? 0 : rank / kClusterM),
+          split_rank(kSplitK > 1 ? rank : 0),
           step(gridDim.x / kClusterSize),
           next_tile(blockIdx.x / kClusterSize) {}
 
-    // The next tile in units of clusters; false when none is left.
-    __device__ __forceinline__ bool next(u32& m_block, u32& n_block) {
+    // The next piece of work; false when none is left.
+    __device__ __forceinline__ bool next(Work& work) {
         if (next_tile >= total) return false;
-        const u32 strip_tiles = kRasterGroup * blocks_across;
-        const u32 first = next_tile / strip_tiles * kRasterGroup;
-        const u32 within = next_tile % strip_tiles;
-        const u32 width = min(kRasterGroup, blocks_along - first);
-        const u32 along = first + within % width, across = within / width;
-        m_block = kRasterAlongM ? along : across;
-        n_block = kRasterAlongM ? across : along;
+        locate(next_tile, work);
+        work.k_begin = kSplitK == 1 ? 0 : k_blocks * split_rank / kSplitK;
+        work.k_end = kSplitK == 1 ? k_blocks : k_blocks * (split_rank + 1) / kSplitK;
         next_tile += step;
         return true;
+    }
+
+    __device__ __forceinline__ void locate(u32 tile, Work& work) const {
+        const u32 strip_tiles = kRasterGroup * blocks_across;
+        const u32 first = tile / strip_tiles * kRasterGroup;
+        const u32 within = tile % strip_tiles;
+        const u32 width = min(kRasterGroup, blocks_along - first);
+        const u32 along = first + within % width, across = within / width;
+        work.m0 = ((kRasterAlongM ? along : across) * kClusterM + rank_m) * kBlockM;
+        work.n0 = ((kRasterAlongM ? across : along) * kClusterN + rank_n) * kBlockN;
     }
 };
 
@@ -311,61 +339,34 @@ struct Stage {
     }
 };
 
-// Sizes of this launch in blocks.
-struct Extent {
-    u32 m_clusters, n_clusters, k_blocks, b_scale_rows;
-
-    __device__ __forceinline__ Extent(u32 m, u32 n, u32 k)
-        : m_clusters((m + kBlockM * kClusterM - 1) / (kBlockM * kClusterM)),
-          n_clusters((n + kBlockN * kClusterN - 1) / (kBlockN * kClusterN)),
-          k_blocks((k + kBlockK - 1) / kBlockK),
-          b_scale_rows((n + 127) / 128) {}
-};
-
-// The K blocks of this CTA: all of them, or its share of a split along K.
-struct KRange {
-    u32 begin, end;
-
-    __device__ __forceinline__ KRange(u32 k_blocks, u32 rank)
-        : begin(kSplitK == 1 ? 0 : k_blocks * rank / kSplitK),
-          end(kSplitK == 1 ? k_blocks : k_blocks * (rank + 1) / kSplitK) {}
-};
-
 // ---- producer: one thread brings tiles of A and B (and the scales of A) by TMA.
 struct TileLoader {
     const GemmArgs& args;
-    const KRange range;
-    const u32 smem, rank_m, rank_n, stage_bytes;
+    const u32 smem, stage_bytes;
     TileScheduler tiles;
     Stage stage;
-    u32 m0, n0, block;
+    Work work;
+    u32 block;
 
     __device__ __forceinline__ TileLoader(const GemmArgs& args, const Extent& extent, u32 smem, u32 rank)
         : args(args),
-          range(extent.k_blocks, rank),
           smem(smem),
-          rank_m(rank % kClusterM),
-          rank_n(kSplitK > 1 ? 0 : rank / kClusterM),
           stage_bytes(kAStageBytes + kBStageBytes + (args.sfa_direct ? 0 : kBlockM * 4)),
-          tiles(extent.m_clusters, extent.n_clusters),
-          m0(0),
-          n0(0),
-          block(range.end) {}
+          tiles(extent, rank),
+          work{0, 0, 0, 0},
+          block(0) {}
 
     // Starts the loads of the next K block once its stage is free; false when there is none left.
     __device__ __forceinline__ bool load_next() {
-        if (block == range.end) {
-            u32 m_block, n_block;
-            if (!tiles.next(m_block, n_block)) return false;
-            m0 = (m_block * kClusterM + rank_m) * kBlockM;
-            n0 = (n_block * kClusterN + rank_n) * kBlockN;
-            block = range.begin;
+        if (block == work.k_end) {
+            if (!tiles.next(work)) return false;
+            block = work.k_begin;
         }
         const u32 full = smem + kFullOffset + stage.index * 8;
         mbarrier_wait(smem + kEmptyOffset + stage.index * 8, stage.parity ^ 1);
         mbarrier_arrive_expect(full, stage_bytes);
         if (!args.sfa_direct)
-            tma_load(smem + kSfaOffset + stage.index * kSfaStageBytes, &args.map_sfa, m0, block, full);
+            tma_load(smem + kSfaOffset + stage.index * kSfaStageBytes, &args.map_sfa, work.m0, block, full);
         load_a(smem + stage.index * kAStageBytes, full);
         load_b(smem + kBOffset + stage.index * kBStageBytes, full);
         ++block;
@@ -374,11 +375,11 @@ struct TileLoader {
     }
 
     __device__ __forceinline__ void load_a(u32 a, u32 full) {
-        tma_load(a, &args.map_a, block * kBlockK, m0, full);
+        tma_load(a, &args.map_a, block * kBlockK, work.m0, full);
     }
 
     __device__ __forceinline__ void load_b(u32 b, u32 full) {
-        tma_load(b, &args.map_b, block * kBlockK, n0, full);
+        tma_load(b, &args.map_b, block * kBlockK, work.n0, full);
     }
 
     // What can start before the CTA's threads have met: a whole ring of loads, unless they also land in
@@ -403,18 +404,15 @@ __device__ __forceinline__ void load_scales(const GemmArgs& args, const Extent& 
                                             u32 lane) {
     const bool direct = args.sfa_direct;
     if (lane >= (direct ? 32 : kNumBScales)) return;
-    const u32 rank_m = rank % kClusterM, rank_n = kSplitK > 1 ? 0 : rank / kClusterM;
-    const KRange range(extent.k_blocks, rank);
-    TileScheduler tiles(extent.m_clusters, extent.n_clusters);
+    TileScheduler tiles(extent, rank);
     Stage stage;
-    u32 m_block, n_block;
-    while (tiles.next(m_block, n_block)) {
-        const u32 m0 = (m_block * kClusterM + rank_m) * kBlockM;
-        const u32 b_row = (n_block * kClusterN + rank_n) * kBlockN / 128 + lane;
+    Work work;
+    while (tiles.next(work)) {
+        const u32 b_row = work.n0 / 128 + lane;
         const bool b_valid = b_row < extent.b_scale_rows;
         const float* sfb = args.sfb + (b_valid ? b_row * args.sfb_stride_n : 0);
 #pragma unroll 1
-        for (u32 block = range.begin; block < range.end; ++block, stage.advance()) {
+        for (u32 block = work.k_begin; block < work.k_end; ++block, stage.advance()) {
             const u32 full = smem + kFullOffset + stage.index * 8;
             mbarrier_wait(smem + kEmptyOffset + stage.index * 8, stage.parity ^ 1);
             if (lane < kNumBScales)
@@ -424,9 +422,9 @@ __device__ __forceinline__ void load_scales(const GemmArgs& args, const Extent& 
                 const float* sfa = args.sfa + block * args.sfa_stride_k;
 #pragma unroll 1
                 for (u32 row = lane; row < kBlockM; row += 32) {
-                    const bool valid = m0 + row < args.m;
+                    const bool valid = work.m0 + row < args.m;
                     copy_async_float(smem + kSfaOffset + stage.index * kSfaStageBytes + row * 4,
-                                     sfa + (valid ? m0 + row : 0) * args.sfa_stride_m, valid);
+                                     sfa + (valid ? work.m0 + row : 0) * args.sfa_stride_m, valid);
                 }
             }
             copy_async_arrive(full);
@@ -530,11 +528,11 @@ __device__ __forceinline__ void release_stage(u32 smem, u32 stage, u32 lane) {
 
 // All K blocks of one tile. A warpgroup waits for its own WGMMAs before it promotes them; the other
 // warpgroups keep the tensor cores busy meanwhile.
-__device__ __forceinline__ void accumulate_tile(float (&sum)[kNumWaves][kAccRegisters], const KRange& range,
+__device__ __forceinline__ void accumulate_tile(float (&sum)[kNumWaves][kAccRegisters], const Work& work,
                                                 Stage& stage, u32 smem, u32 warpgroup, u32 sfa_lane,
                                                 u32 crossed, u32 lane) {
 #pragma unroll 1
-    for (u32 block = range.begin; block < range.end; ++block, stage.advance()) {
+    for (u32 block = work.k_begin; block < work.k_end; ++block, stage.advance()) {
         const u32 a = smem + stage.index * kAStageBytes + warpgroup * kWarpgroupM * kBlockK;
         const u32 b = smem + kBOffset + stage.index * kBStageBytes;
         const u32 sfa = sfa_lane + stage.index * kSfaStageBytes;
@@ -556,28 +554,25 @@ __device__ __forceinline__ void accumulate_tile(float (&sum)[kNumWaves][kAccRegi
 }
 
 __device__ __forceinline__ void store_tile(const GemmArgs& args, float (&sum)[kNumWaves][kAccRegisters],
-                                           u32 m0, u32 n0, u32 n, u32 smem, u32& parity, u32 rank, u32 warp,
+                                           const Work& work, u32 n, u32 smem, u32& parity, u32 rank, u32 warp,
                                            u32 lane);
 
 __device__ __forceinline__ void compute_tiles(const GemmArgs& args, const Extent& extent, u32 n, u32 smem,
                                               u32 rank, u32 warp, u32 lane) {
     const u32 warpgroup = warp / 4;
-    const u32 rank_m = rank % kClusterM, rank_n = kSplitK > 1 ? 0 : rank / kClusterM;
     const u32 sfa_lane = smem + kSfaOffset + (warpgroup * kWarpgroupM + warp % 4 * 16 + lane / 4) * 4;
-    const KRange range(extent.k_blocks, rank);
-    TileScheduler tiles(extent.m_clusters, extent.n_clusters);
+    TileScheduler tiles(extent, rank);
     Stage stage;
-    u32 m_block, n_block, parity = 0;
-    while (tiles.next(m_block, n_block)) {
-        const u32 m0 = (m_block * kClusterM + rank_m) * kBlockM;
-        const u32 n0 = (n_block * kClusterN + rank_n) * kBlockN;
+    Work work;
+    u32 parity = 0;
+    while (tiles.next(work)) {
         float sum[kNumWaves][kAccRegisters];
 #pragma unroll
         for (u32 wave = 0; wave < kNumWaves; ++wave)
 #pragma unroll
             for (u32 i = 0; i < kAccRegisters; ++i) sum[wave][i] = 0.0f;
-        accumulate_tile(sum, range, stage, smem, warpgroup, sfa_lane, crossed_steps(n0), lane);
-        store_tile(args, sum, m0, n0, n, smem, parity, rank, warp, lane);
+        accumulate_tile(sum, work, stage, smem, warpgroup, sfa_lane, crossed_steps(work.n0), lane);
+        store_tile(args, sum, work, n, smem, parity, rank, warp, lane);
     }
     if (warp % 4 == 0 && lane == 0) tma_store_wait_read();  // the stores still read shared memory
 }
@@ -620,7 +615,7 @@ __device__ __forceinline__ void stage_rows(float (&sum)[kAccRegisters], u32 base
 
 // Each warpgroup stages and stores its own rows; TMA leaves out what lies past the last row or column.
 __device__ __forceinline__ void store_tile(const GemmArgs& args, float (&sum)[kNumWaves][kAccRegisters],
-                                           u32 m0, u32 n0, u32 n, u32 smem, u32& parity, u32 rank, u32 warp,
+                                           const Work& work, u32 n, u32 smem, u32& parity, u32 rank, u32 warp,
                                            u32 lane) {
     const u32 warpgroup = warp / 4, warp_row = warp % 4 * 16;
     const bool leader = warp % 4 == 0 && lane == 0;
@@ -635,8 +630,8 @@ __device__ __forceinline__ void store_tile(const GemmArgs& args, float (&sum)[kN
     if (leader) {
         for (u32 wave = 0; wave < kNumWaves; ++wave)
             for (u32 box = 0; box < kNumDBoxes; ++box)
-                tma_store(&args.map_d, base + (wave * kNumDBoxes + box) * kDBoxBytes, n0 + box * kDBoxColumns,
-                          m0 + warpgroup * kWarpgroupM + wave * 64);
+                tma_store(&args.map_d, base + (wave * kNumDBoxes + box) * kDBoxBytes, work.n0 + box * kDBoxColumns,
+                          work.m0 + warpgroup * kWarpgroupM + wave * 64);
         tma_store_commit();
     }
 }
