@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 #: Text columns no wider than this are not wrapped where a table is wider than the terminal.
 LONGEST_WHOLE: Final = 12
+#: Blanks between columns.
+COLUMN_GAP: Final = 2
 
 
 def complain(message: str) -> None:
@@ -48,13 +50,18 @@ def table(
 ) -> None:
     """A table on stdout; columns not in `text_columns` hold figures and stand to the right.
 
-    A terminal gets colours and wrapped cells, anything else whole lines of aligned columns.
+    A terminal gets colours and wrapped cells, anything else whole lines of aligned columns. Where
+    a table is wider than the terminal, its long texts stand in a second one below.
     """
-    if sys.stdout.isatty():
-        _print_rich(headings, rows, title, text_columns)
-        return
     lines = [list(headings), *map(list, rows)] if any(headings) else [list(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    if sys.stdout.isatty():
+        for columns in _parts(widths, text_columns):
+            some = [[line[index] for index in columns] for line in (headings, *rows)]
+            texts = [place for place, index in enumerate(columns) if index in text_columns]
+            _print_rich(some[0], some[1:], title, texts)
+            title = ""
+        return
     if title:
         data(title)
     for line in lines:
@@ -62,7 +69,18 @@ def table(
             cell.ljust(width) if index in text_columns else cell.rjust(width)
             for index, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
-        data("  ".join(cells).rstrip())
+        data((" " * COLUMN_GAP).join(cells).rstrip())
+
+
+def _parts(widths: Sequence[int], text_columns: Sequence[int]) -> list[list[int]]:
+    """The columns of each table that one table becomes on this terminal: all, or figures first."""
+    every = list(range(len(widths)))
+    long = [index for index in text_columns if index and widths[index] > LONGEST_WHOLE]
+    figures = [index for index in every if index not in long]
+    fits = sum(widths) + COLUMN_GAP * (len(widths) - 1) <= console(sys.stdout).width
+    if fits or not long or set(figures) <= set(text_columns):
+        return [every]
+    return [figures, [0, *long]]
 
 
 def _print_rich(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -414,6 +415,25 @@ def test_bars_show_the_same_on_a_terminal() -> None:
 
 def test_outcome_of_a_problem_known_before() -> None:
     assert outcome_of(tuned(skipped=True)).endswith("(known before)")
+
+
+@pytest.mark.parametrize(("width", "num_tables"), [(80, 2), (160, 1)])
+def test_tables_fit_the_terminal(
+    width: int,
+    num_tables: int,
+    fake_tune: list[Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    config = GemmConfig(block_n=152, num_accumulators=2, raster_along="n", split_k=2)
+    fake_tune.append(report_of(tuned(config=config)))
+    assert main(["tune", LINE]) == 0
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= width
+    assert sum(line.startswith("problem") for line in lines) == num_tables
+    assert [word for word in str(config).split() if word not in " ".join(lines).split()] == []
 
 
 # ---- bench
