@@ -288,11 +288,33 @@ class Campaign:
             if len(finalists) < 2 or done.issuperset(finalists):
                 return
             done.update(finalists)
-            futures = [self._run.pool.submit(session.problem, c) for c in finalists]
-            for future in futures:
-                if not self._run.wait_any([future], self._plan.deadline):
-                    return
-            self._time_together(session, [future.result() for future in futures])
+            cubins = self._cubins_of(session, finalists)
+            if len(cubins) < 2:
+                return
+            try:
+                self._time_together(session, cubins)
+            except Untunable as error:  # the search's times hold all the same
+                self._run.on_event(Notice(f"{session.problem}: no finals: {error}"))
+                return
+
+    def _cubins_of(self, session: Session, configs: list[GemmConfig]) -> list[Cubin]:
+        """Their cubins, most of them built before; none when the time is up first.
+
+        One that can not be built again (its artifact is gone, the compiler too slow today) is left
+        out with a notice: nothing is wrong with the time it has.
+        """
+        futures = [self._run.pool.submit(session.problem, config) for config in configs]
+        cubins = []
+        for config, future in zip(configs, futures, strict=True):
+            if not self._run.wait_any([future], self._plan.deadline):
+                return []
+            try:
+                cubins.append(future.result())
+            except KgenError as error:
+                status_of(error)  # raises what is no candidate's fault
+                text = f"{session.problem}: not in the finals: {config}: {error}"
+                self._run.on_event(Notice(text))
+        return cubins
 
     def _time_together(self, session: Session, cubins: list[Cubin]) -> None:
         try:

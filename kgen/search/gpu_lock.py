@@ -5,6 +5,7 @@ Takes the device's UUID, gives a context manager. Must not import torch or CUDA.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import tempfile
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from kgen.errors import Interrupted
+from kgen.errors import GpuMissing, Interrupted
 from kgen.search.stop import StopFlag
 
 _POLL_S: Final = 0.005
@@ -41,15 +42,11 @@ class GpuLock:
     @contextmanager
     def held(self) -> Iterator[None]:
         """The GPU to oneself. Raises Interrupted when told to stop while waiting."""
-        queue_fd, gpu_fd = (_open(path) for path in self._paths)
-        try:
-            self._acquire(queue_fd)
-            self._acquire(gpu_fd)
-            fcntl.flock(queue_fd, fcntl.LOCK_UN)
+        with _open_file(self._paths[0]) as queue, _open_file(self._paths[1]) as gpu:
+            self._acquire(queue)
+            self._acquire(gpu)
+            fcntl.flock(queue, fcntl.LOCK_UN)
             yield
-        finally:
-            os.close(queue_fd)
-            os.close(gpu_fd)
 
     def _acquire(self, fd: int) -> None:
         since = time.monotonic()
@@ -66,9 +63,30 @@ class GpuLock:
                 self._on_wait = None
 
 
-def _open(path: Path) -> int:
-    """The lock file; another user's can only be opened for reading, which a lock accepts."""
+@contextmanager
+def _open_file(path: Path) -> Iterator[int]:
+    fd = _open(path)
     try:
-        return os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
-    except PermissionError:
-        return os.open(path, os.O_RDONLY)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _open(path: Path) -> int:
+    """The lock file; another user's can only be opened for reading, which a lock accepts.
+
+    Raises GpuMissing where it can be neither made nor opened: without it no time is to be trusted.
+    """
+    try:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
+        except PermissionError:
+            fd = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise GpuMissing(
+            f"{path}, the lock that keeps runs on one GPU apart, can not be opened: "
+            f"{error.strerror}; delete it, or set TMPDIR to a folder that all users share"
+        ) from error
+    with contextlib.suppress(PermissionError):  # another user's
+        os.fchmod(fd, 0o666)  # whatever the umask: the other users must be able to open it
+    return fd

@@ -329,3 +329,20 @@ def test_a_wait_for_the_gpu_is_told_and_can_be_stopped(tmp_path: Path) -> None:
     assert waits == [1]
     with holder.held():
         pass
+
+
+def test_the_gpu_lock_is_for_every_user_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        with GpuLock("u", StopFlag(), lambda: None, str(tmp_path)).held():
+            modes = {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    finally:
+        os.umask(before)
+    assert modes == {0o666}
+
+
+def test_a_gpu_lock_that_can_not_be_made_ends_the_run(tmp_path: Path) -> None:
+    lock = GpuLock("u", StopFlag(), lambda: None, str(tmp_path / "gone"))
+    what = "No such file or directory; delete it, or set TMPDIR"
+    with pytest.raises(GpuMissing, match=what), lock.held():
+        pass
