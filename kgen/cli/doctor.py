@@ -30,7 +30,6 @@ FOUND: Final = "found"
 ABSENT: Final = "absent"
 BROKEN: Final = "broken"
 PACKAGES: Final = ("jinja2", "numpy", "torch", "optuna", "sqlalchemy", "cuda-bindings")
-INSTALL: Final = "pip install kgen"
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def _packages(settings: Settings) -> Iterator[Finding]:
         try:
             yield Finding(name, FOUND, metadata.version(name))
         except metadata.PackageNotFoundError:
-            yield Finding(name, BROKEN, "not installed", INSTALL)
+            yield Finding(name, BROKEN, "not installed", f"pip install {name}")
 
 
 def _compilers(settings: Settings) -> Iterator[Finding]:
@@ -128,7 +127,7 @@ def _disassembler(settings: Settings) -> Iterator[Finding]:
     try:
         yield Finding("nvdisasm", FOUND, str(find_nvdisasm()))
     except KgenError:
-        fix = "for `kgen show --sass`: pip install 'kgen[sass]'"
+        fix = "for `kgen show --sass`: pip install nvidia-cuda-nvdisasm"
         yield Finding("nvdisasm", ABSENT, "not found", fix)
 
 
