@@ -71,7 +71,7 @@ class Settings:
 
     @property
     def db_url(self) -> str:
-        """The database as an SQLAlchemy URL, which `cache.db` takes as well as a plain path.
+        """The database as an SQLAlchemy URL, which the database takes as well as a plain path.
 
         A path becomes a sqlite URL, or stays one where a URL would mean another file.
         """
