@@ -19,14 +19,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    func,
-    insert,
-    select,
-    update,
-)
+from sqlalchemy import ColumnElement, Connection, func, insert, select, update
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 
 from kgen import __version__
@@ -41,7 +34,7 @@ from kgen.cache.records import (
     TrialRow,
 )
 from kgen.cache.schema import outcomes, runs, trials
-from kgen.errors import DatabaseError
+from kgen.errors import DatabaseError, UsageError
 from kgen.problem import GemmProblem
 
 T = TypeVar("T")
@@ -149,9 +142,7 @@ class TuningDatabase:
         return self._trials(where)
 
     def _trials(self, where: list[ColumnElement[bool]]) -> list[TrialRow]:
-        query = select(trials).where(*where).order_by(trials.c.id)
-        found = self._read(lambda c: c.execute(query).mappings().all())
-        return [rows.trial_row(dict(row)) for row in found]
+        return self._all(select(trials).where(*where).order_by(trials.c.id), rows.trial_row)
 
     def ranking(
         self, problem: GemmProblem, device_name: str, num_sms: int, policy: str | None = None
@@ -202,9 +193,7 @@ class TuningDatabase:
     ) -> list[ProblemOutcome]:
         """How problems ended, in the order recorded; the last of a problem and device counts."""
         where = _at(outcomes.c, problem, device_name, num_sms)
-        query = select(outcomes).where(*where).order_by(outcomes.c.id)
-        found = self._read(lambda c: c.execute(query).mappings().all())
-        return [rows.outcome_row(dict(row)) for row in found]
+        return self._all(select(outcomes).where(*where).order_by(outcomes.c.id), rows.outcome_row)
 
     def counts(
         self,
@@ -258,9 +247,7 @@ class TuningDatabase:
 
     def runs(self) -> list[RunRecord]:
         """Every run, in the order begun."""
-        query = select(runs).order_by(runs.c.id)
-        found = self._read(lambda c: c.execute(query).mappings().all())
-        return [rows.run_row(dict(row)) for row in found]
+        return self._all(select(runs).order_by(runs.c.id), rows.run_row)
 
     def close_stale_runs(self) -> list[RunRecord]:
         """Close runs whose process is gone (killed, or a machine that went away); gives them."""
@@ -303,6 +290,14 @@ class TuningDatabase:
             if self._file is not None:
                 sqlite.back_up(self._file, f"v{version}")
             schema.migrate(connection, version)
+
+    def _all(self, query: Any, record_of: Callable[[dict[str, Any]], T]) -> list[T]:
+        """Every row as a record. A damaged file gives values that no kgen wrote."""
+        try:
+            found = self._read(lambda c: c.execute(query).mappings().all())
+            return [record_of(dict(row)) for row in found]
+        except (UsageError, ValueError, TypeError) as error:
+            raise DatabaseError(f"{self.where} holds a row that makes no sense: {error}") from error
 
     def _read(self, work: Callable[[Connection], T]) -> T:
         return self._attempt(work, writes=False)

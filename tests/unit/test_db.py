@@ -598,6 +598,31 @@ def test_a_name_that_can_not_be_is_an_error(tmp_path: Path) -> None:
             TuningDatabase.open(tmp_path / ("x" * 300), create=create)
 
 
+@pytest.mark.parametrize("damage", ["kind = 'sparse'", "m = NULL", "provenance = '{oops'"])
+def test_a_row_that_no_kgen_wrote_is_an_error(
+    path: Path, make_trial: MakeTrial, damage: str
+) -> None:
+    """As a damaged page gives it: no constraint or trigger was asked."""
+    with TuningDatabase.open(path) as db:
+        db.record(make_trial())
+    with closing(sqlite3.connect(path)) as raw:
+        (sql,) = raw.execute("SELECT sql FROM sqlite_master WHERE name = 'trials'").fetchone()
+        rows = raw.execute("SELECT * FROM trials").fetchall()
+        raw.executescript(
+            "DROP TABLE trials;"
+            + sql.replace("NOT NULL", "").split("CONSTRAINT")[0].rstrip().rstrip(",")
+            + ")"
+        )
+        raw.executemany(f"INSERT INTO trials VALUES ({','.join('?' * len(rows[0]))})", rows)
+        raw.execute(f"UPDATE trials SET {damage}")
+        raw.commit()
+    with (
+        TuningDatabase.open(path, create=False, readonly=True) as db,
+        pytest.raises(DatabaseError, match="holds a row that makes no sense"),
+    ):
+        db.trials()
+
+
 def test_a_broken_file_is_an_error(path: Path, make_trial: MakeTrial) -> None:
     with TuningDatabase.open(path) as db:
         for _ in range(30):
