@@ -17,7 +17,7 @@ import kgen
 from kgen.cli import bench as bench_command
 from kgen.cli import best, doctor, render, show, tune
 from kgen.cli.arguments import OK, USAGE, HelpFormatter, settings_of
-from kgen.cli.output import complain, log_to_stderr
+from kgen.cli.output import OutputError, complain, flush, log_to_stderr
 from kgen.errors import Interrupted, KgenError, UsageError
 
 FAILED: Final = 1
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = settings_of(args)
         log_to_stderr(settings.log_level)
         code = int(args.run(args, settings))
-        sys.stdout.flush()
+        flush()
         return code
     except UsageError as error:
         complain(str(error))
@@ -64,8 +64,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(str(error))
         return FAILED
     except BrokenPipeError:  # the reader of stdout left, as `head` does; nothing is wrong
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return OK
+    except OutputError as error:
+        complain(str(error))
+        _drop_output()
+        return FAILED
+
+
+def _drop_output() -> None:
+    """Have Python's last flush go nowhere, since it would fail as well."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

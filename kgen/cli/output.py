@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 LONGEST_WHOLE: Final = 12
 #: Blanks between columns.
 COLUMN_GAP: Final = 2
+
+
+class OutputError(Exception):
+    """Standard output takes nothing more: a full disk, for one. A reader that left is no error."""
 
 
 def complain(message: str) -> None:
@@ -32,8 +37,25 @@ def note(message: str) -> None:
 
 
 def data(text: str) -> None:
-    """A result, on stdout, ending in exactly one line feed."""
-    sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
+    """A result, on stdout, ending in exactly one line feed. Raises OutputError."""
+    with _writing():
+        sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
+
+
+def flush() -> None:
+    """Write out what is buffered. Raises OutputError."""
+    with _writing():
+        sys.stdout.flush()
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"standard output can not be written: {error.strerror}") from error
 
 
 def data_json(value: Any) -> None:
