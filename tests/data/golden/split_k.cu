@@ -12,7 +12,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 7e8fe91b85115775ece78fac4507c0399c08f9440c3a9892da219c9022bc481a
+// Body SHA-256: 24c103afb71e8948a93f32e10aaf0b393fa68db953205e9c52c4fab92456312d
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -379,14 +379,7 @@ struct TileLoader {
         tma_load(b, &args.map_b, block * kBlockK, work.n0, full);
     }
 
-    // What can start before the CTA's threads have met: a whole ring of loads, unless they also land in
-    // CTAs whose barriers may not be there yet.
-    __device__ __forceinline__ void load_ahead() {
-        if constexpr (kClusterM * kClusterN == 1)
-            for (u32 i = 0; i < kNumStages && load_next(); ++i) {}
-    }
-
-    __device__ __forceinline__ void load_rest() {
+    __device__ __forceinline__ void load_all() {
         while (load_next()) {}
         // Peers still signal these barriers: leave once every stage is back.
         if constexpr (kClusterM * kClusterN > 1)
@@ -643,7 +636,6 @@ kgen_gemm(const __grid_constant__ GemmArgs args) {
     const Extent extent(args.m, n, k);
 
     constexpr u32 producer_warp = kNumMathWarpgroups * 4;
-    TileLoader loader(args, extent, smem, rank);
     if (warp == 0 && lane == 0) prefetch_tensor_map(&args.map_d);
     if (warp == producer_warp && lane == 0) {
         if (smem % 1024) __trap();  // swizzled tiles need it
@@ -660,14 +652,13 @@ kgen_gemm(const __grid_constant__ GemmArgs args) {
         mbarrier_init(smem + kReceivedOffset, 1);
         mbarrier_init(smem + kReadOffset, kBlockM / 16 * kSplitK);
         mbarrier_init_fence();
-        loader.load_ahead();
     }
     if constexpr (kClusterSize > 1) cluster_sync();
     else __syncthreads();
 
     if (warp >= producer_warp) {
         if (warp == producer_warp) {
-            if (lane == 0) loader.load_rest();
+            if (lane == 0) TileLoader(args, extent, smem, rank).load_all();
         } else if (warp == producer_warp + 1) {
             load_scales(args, extent, smem, rank, lane);
         }

@@ -12,7 +12,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 6a16de9056dfeec6b62fff72c1c4f7b7e4bb0bc606003e976d16131f2492d964
+// Body SHA-256: d958bdc8610f5b021028ec8eb9cee66586634e526017770f2f2f3c5b962cc8ec
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -387,14 +387,7 @@ struct TileLoader {
         tma_load(b, &args.map_b, block * kBlockK, work.n0, full);
     }
 
-    // What can start before the CTA's threads have met: a whole ring of loads, unless they also land in
-    // CTAs whose barriers may not be there yet.
-    __device__ __forceinline__ void load_ahead() {
-        if constexpr (kClusterM * kClusterN == 1)
-            for (u32 i = 0; i < kNumStages && load_next(); ++i) {}
-    }
-
-    __device__ __forceinline__ void load_rest() {
+    __device__ __forceinline__ void load_all() {
         while (load_next()) {}
         // Peers still signal these barriers: leave once every stage is back.
         if constexpr (kClusterM * kClusterN > 1)
@@ -669,7 +662,6 @@ kgen_gemm(const __grid_constant__ GemmArgs args) {
     const Extent extent(args.m, n, k);
 
     constexpr u32 producer_warp = kNumMathWarpgroups * 4;
-    TileLoader loader(args, extent, smem, rank);
     if (warp == 0 && lane == 0) prefetch_tensor_map(&args.map_d);
     if (warp == producer_warp && lane == 0) {
         if (smem % 1024) __trap();  // swizzled tiles need it
@@ -684,7 +676,6 @@ kgen_gemm(const __grid_constant__ GemmArgs args) {
             mbarrier_init(smem + kEmptyOffset + i * 8, kNumMathWarpgroups * 4 * kClusterM * kClusterN);
         }
         mbarrier_init_fence();
-        loader.load_ahead();
     }
     if constexpr (kClusterSize > 1) cluster_sync();
     else __syncthreads();
@@ -692,7 +683,7 @@ kgen_gemm(const __grid_constant__ GemmArgs args) {
     if (warp >= producer_warp) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (warp == producer_warp) {
-            if (lane == 0) loader.load_rest();
+            if (lane == 0) TileLoader(args, extent, smem, rank).load_all();
         } else if (warp == producer_warp + 1) {
             load_scales(args, extent, smem, rank, lane);
         }
