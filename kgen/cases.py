@@ -150,6 +150,15 @@ class Case:
             return None
         return GrowthCase(min(p.m, 256), p.n, p.k, self.d_dtype, self.device)
 
+    def constants(self) -> Iterator[torch.Tensor]:
+        """What every candidate is judged by, and none may write to."""
+        yield from (self.a, self.sfa, self.b, self.sfb)
+        if self._stored is not None:
+            yield self._stored
+        yield from (self.exact.b, self.exact.sfa, self.exact.sfb)
+        if self.own_growth:
+            yield from self.own_growth.constants()
+
     def inputs(self, m: int, row_major: bool = False) -> Inputs:
         """a, sfa, b, sfb with m rows; sfa [m, k blocks] row-major where asked."""
         sfa = self.sfa[:m]
@@ -234,7 +243,6 @@ class ExactCase:
         self.sfb = _power(column[:, None] - slot - turn - 7)
         self._row = _power(row - self.SHIFT)
         self._column = _power(column).repeat_interleave(SCALE_BLOCK)[:n]
-        self._live = slice(0, 0)
 
     def rows(self, number: int) -> int:
         """Rows that pass `number` computes."""
@@ -245,9 +253,9 @@ class ExactCase:
         """a, sfa, b, sfb of a pass; the next pass reuses their memory."""
         m = self.rows(number)
         start, stop = (LIVE_BLOCKS * SCALE_BLOCK * (number + i) for i in (0, 1))
-        self._a[:, self._live] = 0
-        self._live = slice(start, min(stop, self.problem.k))
-        self._a[:, self._live] = self._pattern[self._live]
+        live = slice(start, min(stop, self.problem.k))
+        self._a.zero_()  # all of it: whatever an earlier candidate may have written there
+        self._a[:, live] = self._pattern[live]
         sfa = self.sfa[:m]
         return self._a[:m].view(FP8), sfa.contiguous() if row_major else sfa, self.b, self.sfb
 
@@ -291,6 +299,10 @@ class GrowthCase:
         self._sfb = torch.full((ceil_div(n, SCALE_BLOCK), kb), 2.0**-11, device=device)
         self._references = [self._product(a) for a in (self._base, self._full)]
         self._output = GuardedOutput(m, n, dtype, device)
+
+    def constants(self) -> Iterator[torch.Tensor]:
+        """Inputs and references."""
+        yield from (self._base, self._full, self._b, self._sfa, self._sfb, *self._references)
 
     def _product(self, a: torch.Tensor) -> torch.Tensor:
         step = max(1, _CHUNK // self.k)

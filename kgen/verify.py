@@ -19,6 +19,7 @@ m * n elements of D must have changed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -29,11 +30,14 @@ from kgen.cases import GROWTH_BASE_K, LIVE_BLOCKS, STRIP, TILE, Case, GrowthCase
 from kgen.errors import WrongResult
 from kgen.problem import GemmProblem
 
-__all__ = ["Case", "Launch", "Verified", "verify", "verify_peer"]
+__all__ = ["Case", "Launch", "Seal", "Verified", "verify", "verify_peer"]
 
 #: Largest relative Frobenius error of a tile or strip. Rounding to BF16 gives 1.7e-3 on a tile, and
 #: 3.9e-3 at most on the smallest strip (2^-8 of a value); the tensor core's truncation adds little.
 MAX_ERROR: Final = 4e-3
+#: The same for FP16 and FP32. Rounding to FP16 gives 4.9e-4 at most, truncation 4e-4 on strips of
+#: one row; a result that went through BF16 on its way is refused.
+MAX_FINE_ERROR: Final = 1.2e-3
 MAX_GROWTH: Final = 1.5
 GROWTH_KS: Final = (16384, 65536)
 #: FP32 results of an exact kernel carry rounding noise only; growth of that is not judged.
@@ -61,10 +65,15 @@ def verify(launch: Launch, case: Case, *, any_nk: bool = False) -> Verified:
     `any_nk` says that the kernel takes any N and K: the growth check then also runs at K = 16384
     and 65536. A kernel whose N and K are baked in is checked at its own K.
     """
-    tile, strip = check_random(launch, case)
+    tile, strip = check_random(launch, case, limit=limit_for(case))
     check_exact(launch, case)
     growth = check_growth(launch, case, any_nk)
     return Verified(case.problem, tile, strip, growth, case.exact.num_passes)
+
+
+def limit_for(case: Case) -> float:
+    """The largest error of a tile or strip of this case's output type."""
+    return MAX_ERROR if case.d_dtype == torch.bfloat16 else MAX_FINE_ERROR
 
 
 def verify_peer(launch: Launch, case: Case, limit: float = MAX_ERROR) -> Verified:
@@ -117,7 +126,7 @@ def check_growth(launch: Launch, case: Case, any_nk: bool) -> float:
     """Largest error at a large K over that at K = 512; raises WrongResult above MAX_GROWTH."""
     cases = [case.own_growth] if case.own_growth else []
     if any_nk:
-        cases += [_shared_growth(k, case.d_dtype, case.device) for k in GROWTH_KS]
+        cases += shared_growths(case)
     if not cases:
         return 0.0
     worst = 0.0
@@ -132,6 +141,26 @@ def check_growth(launch: Launch, case: Case, any_nk: bool) -> float:
             )
         worst = max(worst, ratio)
     return worst
+
+
+def shared_growths(case: Case) -> list[GrowthCase]:
+    """What kernels for any N and K are checked on beside the case, made once a process."""
+    return [_shared_growth(k, case.d_dtype, case.device) for k in GROWTH_KS]
+
+
+class Seal:
+    """Made over tensors that no kernel may write to; tells whether one did."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = [*tensors]
+        self._sums = self._add_up()
+
+    def is_broken(self) -> bool:
+        """Whether a tensor changed. Reads them all once and waits for the device."""
+        return not torch.equal(self._sums, self._add_up())
+
+    def _add_up(self) -> torch.Tensor:
+        return torch.stack([_sum_of_bits(tensor) for tensor in self._tensors])
 
 
 @lru_cache(maxsize=4)
@@ -175,3 +204,11 @@ def _why_wrong(launch: Launch, case: Case, run: tuple[int, bool], limit: float) 
 
 def _layout(row_major: bool) -> str:
     return "row-major scales" if row_major else "column-major scales"
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    row_bytes = tensor.shape[-1] * tensor.element_size()
+    if tensor.is_contiguous() and row_bytes % 8 == 0:
+        return tensor.view(torch.int64).sum()
+    # torch makes an int64 copy of what it adds up here: for small tensors only.
+    return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.uint8).sum()

@@ -10,6 +10,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -18,13 +19,13 @@ import torch
 from kgen.build import Cubin
 from kgen.cases import D_DTYPES, Case
 from kgen.device import Device
-from kgen.errors import GpuMissing, KgenError, MeasureError, Untunable, WrongResult
+from kgen.errors import DriverError, GpuMissing, KgenError, MeasureError, Untunable, WrongResult
 from kgen.measure import Timing, measure_many, policy_named
 from kgen.problem import GemmProblem
 from kgen.runtime import driver
 from kgen.runtime.kernel import Kernel, Launch, current_stream
 from kgen.search.gpu_worker import Hello, Measured
-from kgen.verify import Verified, verify
+from kgen.verify import Seal, Verified, shared_growths, verify
 
 #: A spread (10th to 90th percentile over the median) that calls for a second measurement: another
 #: process on the GPU, a clock that moved.
@@ -54,6 +55,7 @@ class GpuBody:
         self._device = device
         self._case: Case | None = None
         self._output: torch.Tensor | None = None
+        self._seal: Seal | None = None
         self._contenders: dict[str, Contender] = {}
 
     def hello(self) -> Hello:
@@ -71,6 +73,8 @@ class GpuBody:
             _ = case.output, case.exact, case.own_growth
             dtype = D_DTYPES[problem.d_dtype]
             self._output = torch.empty(problem.m, problem.n, dtype=dtype, device=case.device)
+            shared = [growth.constants() for growth in shared_growths(case)]
+            self._seal = Seal(chain(case.constants(), *shared))
             self._case = case
             torch.cuda.synchronize()
 
@@ -79,7 +83,7 @@ class GpuBody:
         self._contenders.clear()
         for contender in contenders:
             contender.kernel.unload()
-        self._case = self._output = None
+        self._case = self._output = self._seal = None
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -98,16 +102,36 @@ class GpuBody:
         try:
             with _explained(f"verification of {config} for {problem}"):
                 verified = verify(launch, self._case, any_nk=config.baked_dims == "none")
-        except WrongResult:
+        except WrongResult as error:
             kernel.unload()
+            self._check_seal(f"{config}, which is wrong ({error}),")
             raise
+        self._check_seal(str(config))
         inputs = self._case.inputs(problem.m)
         ready = kernel.prepare(*inputs, self._output, problem.num_sms)
         self._contenders[cubin.key] = Contender(kernel, ready, verified)
         return verified.max_tile_error
 
+    def _check_seal(self, who: str) -> None:
+        """Raise as for a fault, which costs this process its life, when inputs or references were
+        written to: the next candidates would be judged by them.
+        """
+        assert self._seal is not None, "a problem is open"
+        with _explained(f"a look at the inputs after {who}"):
+            is_broken = self._seal.is_broken()
+        if is_broken:
+            raise DriverError(f"{who} wrote outside its output, into what all share", fatal=True)
+
     def time(self, keys: tuple[str, ...], policy: str) -> list[Measured]:
-        """Time the candidates, alternating. What can not be true, or is noisy, is taken twice."""
+        """Time the candidates, alternating. What can not be true, or is noisy, is taken twice.
+
+        Raises DriverError, `fatal`, when one of them wrote outside its output.
+        """
+        measured = self._time_well(keys, policy)
+        self._check_seal(f"{len(keys)} candidates" if len(keys) > 1 else "the candidate")
+        return measured
+
+    def _time_well(self, keys: tuple[str, ...], policy: str) -> list[Measured]:
         try:
             timings = self._time(keys, policy)
         except MeasureError:

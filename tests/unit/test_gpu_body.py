@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kgen.build import Cubin
-from kgen.cases import Case
+from kgen.cases import Case, GrowthCase
 from kgen.config import GemmConfig
 from kgen.device import H200, Device
 from kgen.errors import DriverError, GpuMissing, MeasureError, Untunable, WrongResult
@@ -91,6 +91,8 @@ def body(monkeypatch: pytest.MonkeyPatch, timer: Timer) -> GpuBody:
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(gpu_body, "Kernel", FakeKernel)
     monkeypatch.setattr(gpu_body, "current_stream", lambda ordinal: 0)
+    growth = GrowthCase(8, 16, 1024, torch.bfloat16, torch.device("cpu"))
+    monkeypatch.setattr(gpu_body, "shared_growths", lambda case: [growth])
     made = GpuBody(0, H200)
     made._torch_device = torch.device("cpu")
     made.open(PROBLEM)
@@ -118,6 +120,40 @@ def test_a_wrong_kernel_can_not_be_timed(body: GpuBody) -> None:
     with pytest.raises(WrongResult):
         body.verify(cubin(offset=1000.0))
     with pytest.raises(KeyError):
+        body.time(("k",), "cold")
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+@pytest.mark.parametrize("victim", [2, 3, 4, -1])  # b, sfb, reference, growth
+def test_a_kernel_that_writes_outside_its_output_is_a_fault(
+    body: GpuBody, monkeypatch: pytest.MonkeyPatch, victim: int, is_wrong: bool
+) -> None:
+    """Else every later candidate would be judged by what it left, and go on record as wrong."""
+    assert body._seal is not None
+    target = body._seal._tensors[victim]
+    last_run = 4 if is_wrong else 6  # after it, no check would see what it did
+
+    class Stray(FakeLaunch):
+        def run(self, stream: int) -> None:
+            super().run(stream)
+            Stray.runs += 1
+            if Stray.runs == last_run:
+                target.view(torch.uint8)[0, 0] ^= 64
+
+        runs = 0
+
+    monkeypatch.setattr(FakeKernel, "prepare", lambda kernel, *tensors: Stray(kernel, tensors))
+    with pytest.raises(DriverError, match="wrote outside its output") as fault:
+        body.verify(cubin(offset=1.0 if is_wrong else 0.0))
+    assert fault.value.fatal
+
+
+def test_a_stray_write_while_timed_is_a_fault(body: GpuBody, timer: Timer) -> None:
+    body.verify(cubin())
+    assert body._case is not None
+    body._case.a.view(torch.uint8)[0, 0] ^= 64
+    timer.results = [{"k": timing(10.0)}]
+    with pytest.raises(DriverError, match="the candidate wrote outside its output"):
         body.time(("k",), "cold")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,10 +23,12 @@ from kgen.problem import GemmProblem
 from kgen.verify import (
     MAX_ERROR,
     MAX_GROWTH,
+    Seal,
     Verified,
     check_exact,
     check_growth,
     check_random,
+    limit_for,
     verify,
     verify_peer,
 )
@@ -157,6 +160,26 @@ def test_mutation_is_caught(name: str, case: Case) -> None:
     kernel, words = MUTATIONS[name]
     with pytest.raises(WrongResult, match=words):
         verify(kernel, case)
+
+
+def through_bf16(d: torch.Tensor, result: torch.Tensor) -> None:
+    d.copy_(result.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("d_dtype", ["fp16", "fp32"])
+def test_a_finer_output_must_not_go_through_bf16(d_dtype: str) -> None:
+    """The exact case can not see it, having no digits that BF16 lacks."""
+    fine = Case(replace(PROBLEM, d_dtype=d_dtype), CPU)
+    check_exact(Simulated(store=through_bf16), fine)
+    with pytest.raises(WrongResult, match=r"strips off by more than 0\.0012"):
+        verify(Simulated(store=through_bf16), fine)
+
+
+@pytest.mark.parametrize("d_dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 8, 1024), (3, 8, 128), (2, 64, 512)])
+def test_a_finer_output_has_room_for_the_tensor_core(m: int, n: int, k: int, d_dtype: str) -> None:
+    fine = Case(GemmProblem("dense", m, n, k, d_dtype=d_dtype), CPU)
+    assert max(check_random(Simulated(cut=True), fine)) < limit_for(fine) / 2
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -329,6 +352,20 @@ def test_large_references_are_not_stored(monkeypatch: pytest.MonkeyPatch) -> Non
     assert check_random(Simulated(), case) == pytest.approx(stored, rel=1e-3)
     with pytest.raises(WrongResult):
         check_random(Simulated(store=all_but_last_row), case)
+
+
+def test_a_broken_seal_is_seen_wherever_it_is(case: Case) -> None:
+    constants = [*case.constants()]
+    seal = Seal(constants)
+    assert not seal.is_broken()
+    verify(Simulated(), case)
+    assert not seal.is_broken()
+    for tensor in constants:
+        bits = tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.int32)
+        bits[-1, -1] ^= 1
+        assert seal.is_broken()
+        bits[-1, -1] ^= 1
+    assert not seal.is_broken()
 
 
 def test_sums_of_strips_and_tiles() -> None:
