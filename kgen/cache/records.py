@@ -132,8 +132,10 @@ class TrialRecord:
         if self.verified and self.status in UNVERIFIED:
             raise DatabaseError(f"a {self.status} trial can not be verified")
         _check_number("error", self.error, 0.0, MAX_ERROR if self.verified else sys.float_info.max)
-        for name in ("median_us", "p10_us", "p90_us", "predicted_us"):
+        for name in ("median_us", "p10_us", "p90_us"):
             _check_number(name, getattr(self, name), MIN_US, MAX_US)
+        # The model may well say that a problem takes years.
+        _check_number("predicted_us", self.predicted_us, MIN_US, sys.float_info.max)
         for sample in self.samples_us:
             _check_number("samples_us", sample, MIN_US, MAX_US)
         _check_timed(self)

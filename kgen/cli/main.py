@@ -17,7 +17,7 @@ import kgen
 from kgen.cli import bench as bench_command
 from kgen.cli import best, doctor, render, show, tune
 from kgen.cli.arguments import OK, USAGE, HelpFormatter, settings_of
-from kgen.cli.output import OutputError, complain, flush, log_to_stderr
+from kgen.cli.output import OutputError, complain, flush, log_to_stderr, prepare_streams
 from kgen.errors import Interrupted, KgenError, UsageError
 
 FAILED: Final = 1
@@ -45,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; argparse itself exits with 0 or 2."""
+    prepare_streams()
     words = sys.argv[1:] if argv is None else list(argv)
     args = build_parser().parse_args(words)
     args.command_line = shlex.join(["kgen", *words])

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -26,14 +28,29 @@ class OutputError(Exception):
     """Standard output takes nothing more: a full disk, for one. A reader that left is no error."""
 
 
+def prepare_streams() -> None:
+    """Have stdout and stderr exist, and take what their encoding has no letter for (µ, –)."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by whoever started this process
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace" if name == "stdout" else "backslashreplace")
+
+
 def complain(message: str) -> None:
     """An error, on stderr."""
-    print(f"kgen: error: {message}", file=sys.stderr)
+    _say(f"kgen: error: {message}")
 
 
 def note(message: str) -> None:
     """Something worth knowing, on stderr."""
-    print(f"kgen: {message}", file=sys.stderr)
+    _say(f"kgen: {message}")
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # work goes on when nobody reads of it
+        print(line, file=sys.stderr, flush=True)
 
 
 def data(text: str) -> None:

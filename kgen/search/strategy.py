@@ -40,7 +40,7 @@ def make_strategy(
 
     seeds   configurations in the order to try them first; invalid ones are passed over
     known   results of earlier runs, failures as None: learned from and not asked again
-    seed    of the random numbers: the same calls give the same configurations
+    seed    of the random numbers, any whole number: the same calls give the same configurations
 
     Raises UsageError for an unknown name.
     """
@@ -169,7 +169,7 @@ class TpeStrategy(Strategy):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             sampler = optuna.samplers.TPESampler(
-                seed=seed,
+                seed=seed % 2**32,  # all that numpy takes
                 multivariate=True,
                 constant_liar=False,  # what is on its way is not in the study
                 n_startup_trials=TPE_STARTUP,

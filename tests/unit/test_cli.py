@@ -280,6 +280,40 @@ def test_a_full_disk_is_an_error_without_a_traceback() -> None:
     assert line.startswith("kgen: error: standard output can not be written: No space left")
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_narrow_encoding_is_no_error(database: Path, encoding: str) -> None:
+    """µ and – stand in tables; Latin-1 has the first only."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kgen.cli.main", "best", "--db", str(database)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"12.50" in done.stdout
+    assert b"?" in done.stdout
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_are_no_error(database: Path, closed: str) -> None:
+    command = f"{sys.executable} -m kgen.cli.main best --db {database} {closed}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_reader_of_the_progress_that_leaves_stops_no_work(
+    fake_tune: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: Any, **__: Any) -> None:
+        raise BrokenPipeError
+
+    fake_tune.append(report_of(tuned()))
+    monkeypatch.setattr(sys.stderr, "write", gone)
+    assert main(["tune", LINE]) == 0
+    assert "12.50" in capsys.readouterr().out
+
+
 # ---- tune: the report and the events
 
 

@@ -61,6 +61,11 @@ def test_timed_record_is_accepted_and_knows_its_spread() -> None:
     assert TrialRecord(**UNTIMED, status="wrong", reason="tile 3").spread_us is None
 
 
+def test_the_model_may_predict_years() -> None:
+    trial = TrialRecord(**UNTIMED, status="compiled", source="predicted", predicted_us=1.2e19)
+    assert trial.predicted_us == 1.2e19
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [

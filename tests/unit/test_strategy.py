@@ -107,6 +107,13 @@ def test_the_same_seed_gives_the_same_search(sampler: str) -> None:
         assert first != other
 
 
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("seed", [-1, 2**32, 10**30])
+def test_any_whole_number_is_a_seed(sampler: str, seed: int) -> None:
+    strategy = make_strategy(sampler, VALID, seed=seed)
+    assert len(set(strategy.ask_many(14))) == 14
+
+
 def test_seeds_come_first_in_their_order() -> None:
     seeds = [VALID[70], GemmConfig(block_n=16, num_stages=16), VALID[5], VALID[70], VALID[900]]
     assert seeds[1] not in VALID
