@@ -71,13 +71,13 @@ class Bars:
 
     def __init__(self, bars: Any) -> None:
         self._bars = bars
-        self._task = bars.add_task("problems", total=None, now="")
+        self._task = bars.add_task("problems", total=None, now="", visible=False)
 
     def __call__(self, event: TuneEvent) -> None:
         """Move the bar, or print a line above it."""
         match event:
             case RunStarted():
-                self._bars.update(self._task, total=event.num_problems)
+                self._bars.update(self._task, total=event.num_problems, visible=True)
                 self._say(run_line(event))
             case ProblemStarted():
                 self._now(str(event.problem))

@@ -93,8 +93,9 @@ def tune(
             opening = Opening(settings, options, on_event, stop, stack)
             machine = opening.find_gpu()
             run = opening.make_run(db, run_id, machine)
+            _tell_start(run, machine, len(lines))
             work = _choose_work(run, machine, lines, start - spent_s)
-            is_complete = _do(run, machine, work, len(lines))
+            is_complete = _do(work)
             state = "finished" if is_complete else "interrupted"
         except Interrupted:  # before there was anything to report
             state = "interrupted"
@@ -188,11 +189,13 @@ def _choose_work(run: Run, machine: Machine, lines: Sequence[ShapeLine], start: 
     return Campaign(run, machine.gpu, plan, lines)
 
 
-def _do(run: Run, machine: Machine, work: Work, num_problems: int) -> bool:
-    """Tell what begins, and do it; False when it was stopped before its end."""
-    run.on_event(
-        RunStarted(run.device, machine.gpu is not None, machine.reason, num_problems, run.pool.jobs)
-    )
+def _tell_start(run: Run, machine: Machine, num_problems: int) -> None:
+    measured = machine.gpu is not None
+    run.on_event(RunStarted(run.device, measured, machine.reason, num_problems, run.pool.jobs))
+
+
+def _do(work: Work) -> bool:
+    """Do it; False when it was stopped before its end."""
     try:
         work.work()
     except Interrupted:
