@@ -166,7 +166,7 @@ def _say_how_it_went(report: TuneReport) -> None:
         f"{'tuned' if report.measured else PREDICTED} in {report.seconds:.0f} s; "
         f"{count(report.num_compiles, 'kernel')} compiled, "
         f"{report.num_cache_hits} taken from the cache, "
-        f"{count(sum(p.skipped for p in report.problems), 'problem')} known before"
+        f"{count(sum(p.ok and p.skipped for p in report.problems), 'problem')} known before"
     )
     for problem in report.problems:
         if not problem.ok and not (report.interrupted and problem.outcome == UNFINISHED):
