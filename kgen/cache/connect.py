@@ -47,7 +47,7 @@ def connect(url: str | Path, create: bool, readonly: bool, busy_limit_s: float) 
         _look_without_touching(file)
     try:
         return Target(_file_engine(file, create, readonly), str(file.path), file)
-    except sqlite3.Error as error:
+    except (sqlite3.Error, ValueError) as error:
         raise DatabaseError(
             f"{file.path} can not be opened: {error}; name a file on a local disk with --db or "
             "KGEN_DB"
@@ -92,3 +92,5 @@ def _look_without_touching(file: sqlite.SqliteFile) -> None:
     except DBAPIError as error:
         if sqlite.is_not_a_database(error):
             raise DatabaseError(sqlite.not_a_database(file.path)) from error
+    except ValueError as error:  # it quotes its own damaged schema, which is not UTF-8
+        raise DatabaseError(f"{file.path} is damaged, or no SQLite database: {error}") from error

@@ -318,6 +318,8 @@ class TuningDatabase:
                 busy = isinstance(error, DBAPIError) and sqlite.is_busy(error)
                 if not busy or time.monotonic() >= deadline:
                     raise self._explain(error, busy) from error
+            except ValueError as error:  # a damaged file: text, or a driver's message, not UTF-8
+                raise DatabaseError(f"{self.where} can not be read: {error}") from error
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, 0.25)
 

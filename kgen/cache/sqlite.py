@@ -90,9 +90,11 @@ def check_path(file: SqliteFile, create: bool) -> None:
     """
     path = file.path
     try:
-        path.exists()
-    except OSError as error:  # a folder that may not be entered, a name that is too long
-        raise DatabaseError(f"{path} can not be reached: {error.strerror}") from error
+        path.stat()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:  # a folder that may not be entered, too long a name
+        raise DatabaseError(f"{path} can not be reached: {error}") from error
     if path.exists() and not path.is_file():
         what = "a folder" if path.is_dir() else "not a regular file"
         raise DatabaseError(f"{path} is {what}: give the database a file name (--db or KGEN_DB)")

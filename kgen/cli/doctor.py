@@ -159,12 +159,14 @@ def _cache(settings: Settings) -> Iterator[Finding]:
         )
         yield Finding("cache", ABSENT, f"{folder}: {reason}", fix)
     else:
-        yield Finding("cache", FOUND, f"{folder}{'' if folder.exists() else ' (not made yet)'}")
+        yield Finding(
+            "cache", FOUND, f"{folder}{'' if os.path.exists(folder) else ' (not made yet)'}"
+        )
 
 
 def why_not_writable(folder: Path) -> str | None:
     """Why nothing can be written in a folder, made or not, or None; tries nothing out."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not existing.is_dir():
         return f"{existing} is not a folder"
     if not os.access(existing, os.W_OK | os.X_OK):

@@ -687,6 +687,14 @@ def test_doctor_answers_whatever_is_visible(
     assert not own_cache.exists()
 
 
+def test_doctor_raises_nothing_where_a_name_can_not_be(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Stands for a folder that may not be entered too, which a test run by root can not have."""
+    assert exit_code_of("doctor", "--cache", str(tmp_path / ("x" * 300))) in {0, 1}
+    assert "database" in capsys.readouterr().out
+
+
 def test_doctor_names_a_cache_and_a_database_that_can_not_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
