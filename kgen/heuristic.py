@@ -2,119 +2,44 @@
 
 Takes a problem, a configuration and measured device facts (SMs, L2, bandwidth, clock, FP8 rate;
 never the GPU's name), gives microseconds with a cold L2. It is meant to rank, and to be within
-about a third of the truth; `Fit` holds every figure that is not physics, each with its source,
-so that a later fit against recorded timings replaces one value. Must not import torch, CUDA or
-any third-party package.
-
-The time of a launch is that of its slowest resource, plus what nothing hides:
-
-    launch + pipeline fill + max(rounds * (K blocks * max(math, feed) + epilogue),
-                                 device memory + one epilogue) + last store
-
-where math is tensor cores, promotion and their latency for one K block, and feed is the slowest
-of the TMA thread, the L2 share of the CTA, and the ring's depth against memory latency. Two of
-them that are equally slow delay each other, so their maximum is a soft one.
+about a tenth of the truth where it was fitted. Here the work of a configuration is counted;
+`kgen.model` says what it costs. Must not import torch, CUDA or any third-party package.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import islice
+from math import exp, gcd, log
 from typing import Final
 
-from kgen.config import BLOCK_K, WGMMA_M, GemmConfig, grid_size, num_b_scales, resources
+from kgen.config import WGMMA_M, GemmConfig, resources
 from kgen.device import Device
 from kgen.errors import InvalidConfig
-from kgen.problem import D_DTYPE_BYTES, GemmProblem, ceil_div
-from kgen.space import leading_configs, valid_configs
+from kgen.model import FIT, Fit, Times, Work, lost_bytes, times
+from kgen.problem import D_DTYPE_BYTES, SCALE_BLOCK, GemmProblem, ceil_div, round_up
+from kgen.space import distance, leading_configs, valid_configs
 
-#: (block_n, TFLOPS) points, ascending.
-Curve = tuple[tuple[int, float], ...]
+#: Registers of an SM, and the step in which a thread's are given out.
+SM_REGISTERS: Final = 65536
+REGISTER_STEP: Final = 8
+#: Shared memory that each CTA takes beside its own.
+CTA_SMEM_BYTES: Final = 1024
+#: Registers of a lone math warpgroup's threads beside its accumulators; more where scale blocks
+#: are chosen at run time, and where loads are shared. What NVRTC 13.0 gave 833 kernels: the CTAs
+#: that fit an SM come out right for 96 of 100.
+THREAD_REGISTERS: Final = 18
+SELECT_REGISTERS: Final = 8
+MULTICAST_REGISTERS: Final = 16
 
-
-@dataclass(frozen=True, eq=False)  # compared and hashed as an object: it keys caches
-class Fit:
-    """The model's constants. Times in microseconds, clocks and bytes per SM.
-
-    `ceilings`: main loops with promotion on one H200, operands fixed in shared memory, by
-    (accumulators, math warpgroups) over block_n: the table of 2026-11-30. Only their ratio to
-    that device's plain FP8 rate, `ceilings_rate`, is used.
-    """
-
-    ceilings_rate: float = 1702.0
-    ceilings_sms: int = 132
-    ceilings: tuple[tuple[tuple[int, int], Curve], ...] = (
-        ((1, 1), ((64, 914), (96, 954), (112, 970), (128, 1019), (136, 1065), (200, 1224))),
-        ((1, 2), ((64, 1357), (96, 1444), (112, 1483), (128, 1539), (136, 1385), (200, 1433))),
-        # Nothing was measured above 128 here: the drop that two warpgroups show there.
-        ((1, 3), ((64, 1424), (96, 1537), (112, 1616), (128, 1690), (136, 1520))),
-        ((2, 1), ((96, 1308), (112, 1440), (128, 1434), (144, 1480))),
-        ((2, 2), ((96, 1630), (112, 1650), (128, 1689))),
-        ((2, 3), ((64, 1500), (96, 1622))),
-    )
-    #: A lone warpgroup also waits for barriers and scales, which no other one covers: what
-    #: DeepGEMM's 16-column tiles take at N=576, where 36 CTAs leave memory idle (0.115-0.13 us).
-    lone_warpgroup_us: float = 0.04
-    #: Exponent of the soft maximum of math and feed: 1.12 times either when both are equal.
-    contention: float = 6.0
-    #: A second 64-row wave shares one barrier wait and one scale fetch with the first.
-    second_wave: float = 0.97
-    #: Extra select and multiply per scale block of B beyond the first. Guess: not measured.
-    per_b_scale: float = 0.01
-    #: Empty kernel 0.65; barriers, tensor maps and the first bytes from memory: what streaming
-    #: times of 4 to 117 MB leave over at size zero (2.3 to 2.9 in all).
-    launch_us: float = 0.65
-    fill_us: float = 1.3
-    last_store_us: float = 0.5
-    #: Start and end of a cluster wait for its CTAs. Guess: not measured.
-    cluster_us: float = 0.2
-    #: Per tile: drain the last WGMMA, write D to shared memory, start the stores. From DeepGEMM
-    #: at M=4096: what its time leaves over per tile of 128x128 at K=512, 1536 and 2048 (0.55-0.6).
-    epilogue_us: float = 0.25
-    epilogue_us_per_column_byte: float = 0.00137
-    #: One K block costs the TMA thread this much: 16-row boxes of 7168x16384 stream at 0.15 us a
-    #: box pair on 132 SMs; DeepGEMM's 16-column tiles at N=2112, M=64 take 0.13.
-    tma_block_us: float = 0.14
-    #: Rows past the end of A are no gift: all CTAs' such rows of one K block share a unit that
-    #: takes this long a row. DeepGEMM v1 with 64-row tiles takes 0.32-0.43 us a K block at M=1
-    #: and 16 against 0.15 at M=64, on 112 to 132 CTAs; on 36 CTAs there is no such loss.
-    row_past_end_us: float = 4.5e-5
-    #: Loaded latency of a stage: the ring must hold this much to stream.
-    latency_us: float = 1.2
-    #: L2 to SMs in bytes per clock: per SM, and for the whole of 132 (DeepGEMM's heuristic).
-    l2_sm_bytes: float = 64.0
-    l2_bytes_per_sm_share: float = 6154 / 132
-    #: Share of L2 that holds operands for reuse; the rest is D, and copies in the far half. Guess.
-    l2_usable: float = 0.5
-    #: Bulk copies stream at 3.72 of 4.0 TB/s, DeepGEMM at 3.2-3.4 (7168x16384, M=64); boxes of
-    #: `rows` weight rows reach rows / (rows + box_rows_lost) of that (32 rows: 3.0 TB/s).
-    dram_share: float = 0.9
-    box_rows_lost: float = 6.0
-    #: Bandwidth that one SM can draw from memory. Guess: 60 SMs should fill an H200.
-    sm_gbps: float = 65.0
-    #: Split K: the last WGMMA drained and one trip over the cluster, then a tile of FP32 partials
-    #: at the rate of remote shared memory. Guess: not measured.
-    reduce_us: float = 0.8
-    reduce_gbps: float = 70.0
-
-
-FIT: Final = Fit()
-
-
-@dataclass(frozen=True)
-class Times:
-    """The parts of a predicted time, microseconds; what `explain` shows."""
-
-    total_us: float
-    fixed_us: float
-    rounds: int
-    k_blocks: int
-    math_us: float
-    feed_us: float
-    epilogue_us: float
-    dram_us: float
+#: How much slower a near twin of a seed is made to seem, and what is near: what did best when
+#: recorded trials were replayed; see the figures that tools/fit_heuristic.py prints.
+TWIN_PENALTY: Final = 0.02
+TWIN_DISTANCE: Final = 0.6
+#: Best ranked configurations that seeds are chosen from, for each seed; seeds chosen with care.
+SEED_CHOICE: Final = 24
+MAX_CHOSEN: Final = 64
 
 
 def predict_us(problem: GemmProblem, config: GemmConfig, device: Device, fit: Fit = FIT) -> float:
@@ -124,20 +49,7 @@ def predict_us(problem: GemmProblem, config: GemmConfig, device: Device, fit: Fi
 
 def explain(problem: GemmProblem, config: GemmConfig, device: Device, fit: Fit = FIT) -> Times:
     """The predicted time and its parts. `math_us` and `feed_us` are per K block of one CTA."""
-    grid = _grid(problem, config, device)
-    k_blocks = ceil_div(problem.num_k_blocks, config.split_k)
-    math_us = _math_us(config, device, fit)
-    feed_us = _feed_us(problem, config, device, fit, grid.ctas)
-    epilogue_us = _epilogue_us(problem, config, fit)
-    dram_us = _dram_us(problem, config, device, fit, grid)
-    fixed_us = fit.launch_us + fit.fill_us + fit.last_store_us
-    if config.cluster_size > 1:
-        fixed_us += fit.cluster_us
-    slower, faster = max(math_us, feed_us), min(math_us, feed_us)
-    both_us = slower * (1 + (faster / slower) ** fit.contention) ** (1 / fit.contention)
-    main_us = grid.rounds * (k_blocks * both_us + epilogue_us)
-    total_us = fixed_us + max(main_us, dram_us + epilogue_us)
-    return Times(total_us, fixed_us, grid.rounds, k_blocks, math_us, feed_us, epilogue_us, dram_us)
+    return times(work_of(problem, config, device), fit)
 
 
 def rank(
@@ -153,8 +65,8 @@ def rank(
 
 
 def _order(problem: GemmProblem, config: GemmConfig, device: Device) -> tuple[float, float]:
-    times = explain(problem, config, device)
-    return times.total_us, times.dram_us
+    found = explain(problem, config, device)
+    return found.total_us, found.dram_us
 
 
 @lru_cache(maxsize=4096)
@@ -163,119 +75,152 @@ def default_config(problem: GemmProblem, device: Device) -> GemmConfig:
 
     Raises InvalidConfig where the device fits none.
     """
-    # A deeper ring is never predicted slower, dimensions that are no constants neither, and an
-    # order over the grid changes memory traffic alone: the best of these is the best of all.
-    bests = [
-        min(walks, key=lambda config: _dram_bytes(problem, config, device, FIT))
-        for walks in leading_configs(problem, device)
-    ]
+    bests = _best_walks(problem, device)
     if not bests:
         raise InvalidConfig(f"{problem}: no configuration fits {device.name} ({device.arch})")
     return min(bests, key=lambda config: _order(problem, config, device))
 
 
-def _sms(problem: GemmProblem, device: Device) -> int:
-    return min(problem.num_sms or device.num_sms, device.num_sms)
+def seeds(problem: GemmProblem, device: Device, count: int) -> list[GemmConfig]:
+    """Up to `count` configurations to begin a search with: the default, then fast ones that differ.
+
+    The top of a plain ranking is full of twins, and the model errs for all of them at once. Each
+    choice makes what is like it seem slower by up to TWIN_PENALTY.
+    """
+    bests = _best_walks(problem, device)
+    ranked = sorted(bests, key=lambda config: _order(problem, config, device))
+    return diverse(ranked, [predict_us(problem, c, device) for c in ranked], count)
 
 
-@dataclass(frozen=True)
-class _Grid:
-    """Tiles that the busiest CTA computes one after another; CTAs that run at once."""
+def diverse(
+    ranked: Sequence[GemmConfig], times_us: Sequence[float], count: int
+) -> list[GemmConfig]:
+    """Up to `count` of `ranked`, fastest first as `times_us` has it, twins put off.
 
-    rounds: int
-    ctas: int
-    last_ctas: int
+    With many wanted the later ones are in plain order.
+    """
+    wanted = min(count, MAX_CHOSEN)
+    leading = zip(ranked, times_us, strict=True)
+    costs = {c: log(us) for c, us in islice(leading, wanted * SEED_CHOICE)}
+    found: list[GemmConfig] = []
+    while costs and len(found) < wanted:
+        chosen = min(costs, key=costs.__getitem__)
+        del costs[chosen]
+        found.append(chosen)
+        for other in costs:
+            costs[other] += TWIN_PENALTY * exp(-distance(chosen, other) / TWIN_DISTANCE)
+    return list(dict.fromkeys([*found, *ranked]))[:count]
 
 
-def _grid(p: GemmProblem, c: GemmConfig, device: Device) -> _Grid:
-    ctas = grid_size(p, c, device)
+def _best_walks(problem: GemmProblem, device: Device) -> list[GemmConfig]:
+    """For each tile and depth of the ring the order over the grid that asks least of memory.
+
+    An order changes memory traffic alone, and dimensions that are constants nothing: the best of
+    these is the best of all.
+    """
+
+    def lost(c: GemmConfig) -> float:
+        return lost_bytes(*_reuse(problem, c), device.l2_bytes)
+
+    return [min(walks, key=lost) for walks in leading_configs(problem, device)]
+
+
+def work_of(p: GemmProblem, c: GemmConfig, device: Device) -> Work:
+    """What a launch has to do."""
+    sms = min(p.num_sms or device.num_sms, device.num_sms)
     m_clusters = ceil_div(ceil_div(p.m, c.block_m), c.cluster_m)
     n_clusters = ceil_div(ceil_div(p.n, c.block_n), c.cluster_n)
-    needed = m_clusters * n_clusters * c.cluster_size
-    rounds = ceil_div(needed, ctas)
-    return _Grid(rounds, ctas, needed - (rounds - 1) * ctas)
-
-
-def _math_us(c: GemmConfig, device: Device, fit: Fit) -> float:
-    """One K block of a CTA's math warpgroups: WGMMA, waiting for it, and promotion."""
-    waves = ceil_div(c.block_m // c.num_math_warpgroups, WGMMA_M)
-    curve = _curve_us(fit, c.num_accumulators, c.num_math_warpgroups)
-    rate = (fit.ceilings_rate / fit.ceilings_sms) / (device.fp8_tflops / device.num_sms)
-    us = _interpolate(curve, c.block_n) * rate
-    if c.num_math_warpgroups == 1 and waves == 1:
-        us += fit.lone_warpgroup_us
-    us *= 1 + fit.per_b_scale * (num_b_scales(c.block_n) - 1)
-    return us * (1 if waves == 1 else waves * fit.second_wave)
-
-
-@lru_cache(maxsize=64)
-def _curve_us(fit: Fit, accumulators: int, warpgroups: int) -> Curve:
-    """Microseconds a K block over block_n, from the ceilings' TFLOPS."""
-    ceilings = dict(fit.ceilings)[accumulators, warpgroups]
-    flops = 2 * warpgroups * WGMMA_M * BLOCK_K
-    return tuple((n, flops * n * fit.ceilings_sms / (rate * 1e6)) for n, rate in ceilings)
-
-
-def _interpolate(curve: Curve, x: int) -> float:
-    """Linear between the curve's points, and on beyond its ends."""
-    i = min(max(1, bisect_left(curve, (x,))), len(curve) - 1)
-    (x0, y0), (x1, y1) = curve[i - 1], curve[i]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-
-
-def _feed_us(p: GemmProblem, c: GemmConfig, device: Device, fit: Fit, ctas: int) -> float:
-    """One K block's way into shared memory, device memory apart."""
-    rows = c.block_m / c.cluster_n + c.block_n / c.cluster_m
-    per_clock = min(fit.l2_sm_bytes, fit.l2_bytes_per_sm_share * device.num_sms / ctas)
-    l2_us = rows * BLOCK_K / (per_clock * device.sm_clock_mhz)
-    rows_past_end = max(0, c.block_m - p.m) / c.cluster_n * ctas
-    return max(
-        l2_us,
-        fit.tma_block_us,
-        rows_past_end * fit.row_past_end_us,
-        fit.latency_us / c.num_stages,
+    rounds, ctas, last_ctas = _rounds(p, c, device, m_clusters * n_clusters)
+    again_bytes, reuse_bytes = _reuse(p, c)
+    is_multicast = c.cluster_m * c.cluster_n > 1
+    k_blocks = ceil_div(p.num_k_blocks, c.split_k)
+    step = gcd(c.block_n, SCALE_BLOCK)
+    ring_rows = min(c.num_stages, rounds * k_blocks) * (c.block_m + c.block_n) * ctas
+    return Work(
+        rounds=rounds,
+        ctas=ctas,
+        last_ctas=last_ctas,
+        k_blocks=k_blocks,
+        stack=ceil_div(ctas, sms),
+        waves=ceil_div(c.block_m // c.num_math_warpgroups, WGMMA_M),
+        warpgroups=c.num_math_warpgroups,
+        two_accumulators=c.num_accumulators - 1,
+        block_m=c.block_m,
+        block_n=c.block_n,
+        stages=c.num_stages,
+        split_k=c.split_k,
+        multicast=float(is_multicast),
+        clustered=float(c.cluster_size > 1),
+        stream_k=float(_is_stream_k(c)),
+        scale_steps=c.block_n // step if step < SCALE_BLOCK else 1,
+        rows_past_end=max(0, c.block_m - p.m) / c.cluster_n * ctas,
+        box_rows=_box_rows(c.block_n, c.cluster_m),
+        load_rows=c.block_m / c.cluster_n + c.block_n / c.cluster_m,
+        ring_rows=ring_rows,
+        min_bytes=p.min_bytes,
+        again_bytes=again_bytes,
+        reuse_bytes=reuse_bytes,
+        d_bytes=D_DTYPE_BYTES[p.d_dtype],
+        num_sms=device.num_sms,
+        clock_mhz=device.sm_clock_mhz,
+        sm_tflops=device.fp8_tflops / device.num_sms,
+        dram_gbps=device.dram_gbps,
+        l2_bytes=device.l2_bytes,
     )
 
 
-def _epilogue_us(p: GemmProblem, c: GemmConfig, fit: Fit) -> float:
-    columns = c.block_n * ceil_div(c.block_m // c.num_math_warpgroups, WGMMA_M)
-    if c.split_k > 1:
-        return fit.reduce_us + c.block_m * c.block_n * 4 / (fit.reduce_gbps * 1e3)
-    return fit.epilogue_us + fit.epilogue_us_per_column_byte * columns * D_DTYPE_BYTES[p.d_dtype]
+def _is_stream_k(c: GemmConfig) -> bool:
+    return getattr(c, "schedule", "tiles") == "stream_k"
 
 
-def _dram_us(p: GemmProblem, c: GemmConfig, device: Device, fit: Fit, grid: _Grid) -> float:
-    """All bytes through device memory; the last round's CTAs may be too few to fill it."""
-    rows = _b_box_rows(c.block_n, c.cluster_m)
-    full_gbps = device.dram_gbps * fit.dram_share * rows / (rows + fit.box_rows_lost)
-    last_share = grid.last_ctas / (grid.last_ctas + (grid.rounds - 1) * grid.ctas)
-    us_per_kb = (1 - last_share) / min(full_gbps, grid.ctas * fit.sm_gbps)
-    us_per_kb += last_share / min(full_gbps, grid.last_ctas * fit.sm_gbps)
-    return _dram_bytes(p, c, device, fit) * us_per_kb / 1e3
+def _rounds(p: GemmProblem, c: GemmConfig, device: Device, tiles: int) -> tuple[float, int, int]:
+    """Tiles of the busiest CTA, CTAs at once, and CTAs of the last round; `tiles` in clusters.
+
+    Unlike a plain grid, one of clusters is as large as the driver says that it can be: small
+    kernels share SMs.
+    """
+    size = c.cluster_size
+    clusters = device.max_clusters(size)
+    if size > 1 and c.num_math_warpgroups == 1:  # setmaxnreg takes all registers of an SM
+        clusters *= _ctas_per_sm(c, p.d_dtype, device.smem_per_block)
+    if p.num_sms:
+        clusters = max(1, min(clusters, p.num_sms // size))
+    if _is_stream_k(c):
+        ctas = min(clusters, tiles * p.num_k_blocks)
+        return tiles / ctas, ctas, ctas
+    clusters = min(clusters, tiles)
+    rounds = ceil_div(tiles, clusters)
+    return rounds, clusters * size, (tiles - (rounds - 1) * clusters) * size
+
+
+@lru_cache(maxsize=1 << 14)
+def _ctas_per_sm(c: GemmConfig, d_dtype: str, smem_per_block: int) -> int:
+    """CTAs of a kernel with one math warpgroup that an SM holds at a time; an estimate."""
+    r = resources(c, d_dtype)
+    registers = (r.num_waves + c.num_accumulators) * c.block_n // 2 + THREAD_REGISTERS
+    registers += SELECT_REGISTERS * (r.num_scale_positions > 1)
+    registers += MULTICAST_REGISTERS * (c.cluster_m * c.cluster_n > 1)
+    by_registers = SM_REGISTERS // (r.threads * round_up(registers, REGISTER_STEP))
+    by_smem = (smem_per_block + CTA_SMEM_BYTES) // (r.smem_bytes + CTA_SMEM_BYTES)
+    return max(1, min(by_registers, by_smem))
 
 
 @lru_cache(maxsize=256)
-def _b_box_rows(block_n: int, cluster_m: int) -> int:
+def _box_rows(block_n: int, cluster_m: int) -> int:
     return resources(GemmConfig(block_n=block_n, cluster_m=cluster_m)).b_box[1]
 
 
-def _dram_bytes(p: GemmProblem, c: GemmConfig, device: Device, fit: Fit) -> float:
-    """Operands, read again where L2 can not keep them, scales and D."""
-    a_bytes, b_bytes = p.m * p.k, p.n * p.k
-    usable = fit.l2_usable * device.l2_bytes
-    if a_bytes + b_bytes <= usable:
-        return p.min_bytes
-    blocks = {"m": ceil_div(p.m, c.block_m), "n": ceil_div(p.n, c.block_n)}
-    along = blocks[c.raster_along]
+def _reuse(p: GemmProblem, c: GemmConfig) -> tuple[float, float]:
+    """Bytes that strips of tiles ask for again, and what passes through L2 in between.
+
+    Each strip walks over all of the moving operand; with it go the strip's own rows and its D.
+    """
     if c.raster_along == "m":
-        strip, rows, still, moving = c.raster_group * c.cluster_m, c.block_m, a_bytes, b_bytes
+        rows, still, moving = c.block_m * c.cluster_m, p.m, p.n
     else:
-        strip, rows, still, moving = c.raster_group * c.cluster_n, c.block_n, b_bytes, a_bytes
-    strip = min(strip, along)
-    again = 0
-    if moving > usable:  # each strip walks over all of the moving operand
-        again += moving * (ceil_div(along, strip) - 1)
-    if strip * rows * p.k > usable:  # a strip does not even keep its own operand
-        tiles = strip * blocks["m"] * blocks["n"] // along
-        again += still * (ceil_div(tiles, _sms(p, device)) - 1)
-    return p.min_bytes + again
+        rows, still, moving = c.block_n * c.cluster_n, p.n, p.m
+    along = ceil_div(still, rows)
+    strip = min(c.raster_group, along)
+    strip_rows = min(strip * rows, still)
+    d_bytes = strip_rows * moving * D_DTYPE_BYTES[p.d_dtype]
+    return (ceil_div(along, strip) - 1) * moving * p.k, (moving + strip_rows) * p.k + d_bytes

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kgen.cache.records import TrialRow
 from kgen.config import GemmConfig
 from kgen.errors import KgenError
-from kgen.heuristic import predict_us
+from kgen.heuristic import predict_us, seeds
 from kgen.problem import GemmProblem
 from kgen.search.events import (
     PREDICTED,
@@ -30,7 +30,6 @@ from kgen.search.events import (
     TrialFinished,
 )
 from kgen.search.run import Run, status_of
-from kgen.search.session import leading_tiles
 from kgen.shapes import ShapeLine
 from kgen.space import count_invalid, valid_configs
 
@@ -127,7 +126,7 @@ def _prospect(run: Run, line: ShapeLine) -> Prospect:
     valid = valid_configs(problem, device)
     invalid = dict(count_invalid(problem, device))
     wanted = run.options.leading
-    ranked = leading_tiles(problem, device, wanted * MAX_ATTEMPTS)
+    ranked = seeds(problem, device, wanted * MAX_ATTEMPTS)
     prospect = Prospect(line, ranked, wanted, invalid, len(valid))
     for row in run.db.trials(problem, device.name, device.num_sms):
         if not run.is_current(row):

@@ -24,7 +24,8 @@ from kgen import space
 from kgen.config import GemmConfig, why_invalid
 from kgen.device import H200, Device
 from kgen.errors import InvalidConfig
-from kgen.heuristic import FIT, default_config, explain, predict_us, rank
+from kgen.heuristic import default_config, diverse, explain, predict_us, rank, seeds, work_of
+from kgen.model import FIT
 from kgen.problem import GemmProblem
 from kgen.space import AXES, leading_configs, valid_configs
 
@@ -100,14 +101,16 @@ def test_the_default_is_no_worse_than_deepgemm_and_above_the_floor(row: dict[str
 
 def test_defaults_look_like_what_is_known_to_be_good() -> None:
     large = default_config(GemmProblem("dense", 4096, 7168, 16384), H200)
-    assert large.block_m * large.block_n >= 128 * 112
+    assert large.block_m * large.block_n >= 128 * 128
+    assert large.block_n % 128 == 0  # no choice among scale blocks at run time
     assert large.num_math_warpgroups >= 2
-    assert large.cluster_m * large.cluster_n == 2
     for m in (1, 16, 64):
         small = default_config(GemmProblem("dense", m, 7168, 16384), H200)
         assert small.block_m == max(16, m)
         assert small.num_math_warpgroups == 1
         assert small.block_n >= 64  # tall weight boxes stream
+    few_tiles = default_config(GemmProblem("dense", 16, 576, 7168), H200)
+    assert few_tiles.split_k >= 4
 
 
 @pytest.mark.parametrize(
@@ -173,6 +176,40 @@ def test_no_configuration_fits_a_device_without_shared_memory() -> None:
         default_config(GemmProblem("dense", 64, 2112, 7168), tiny)
 
 
+# Seeds.
+
+
+@pytest.mark.parametrize("m", [1, 128, 4096])
+def test_seeds_are_the_default_and_others_that_differ(m: int) -> None:
+    problem = GemmProblem("dense", m, 4096, 7168)
+    found = seeds(problem, H200, 16)
+    assert len(set(found)) == 16
+    assert found[0] == default_config(problem, H200)
+    assert set(found) <= set(valid_configs(problem, H200))
+    without_order = {replace(c, raster_along="m", raster_group=4) for c in found}
+    assert len(without_order) == 16
+    kernels = {
+        (c.block_m, c.num_math_warpgroups, c.num_accumulators, c.cluster_size) for c in found
+    }
+    assert len(kernels) >= 3
+    slowest = max(predict_us(problem, c, H200) for c in found)
+    assert slowest < 1.2 * predict_us(problem, found[0], H200)
+
+
+def test_seeds_of_a_small_space_are_all_of_it() -> None:
+    tiny = GemmProblem("dense", 1, 16, 128)
+    assert len(seeds(tiny, H200, 10_000)) == len(leading_configs(tiny, H200))
+
+
+def test_a_twin_waits_for_what_differs_and_is_nearly_as_fast() -> None:
+    first = GemmConfig(64, 64, 9, 1)
+    twin, other, slow = replace(first, num_stages=10), GemmConfig(64, 64, 9, 1, split_k=4), CONFIG
+    ranked = [first, twin, other, slow]
+    assert diverse(ranked, [10.0, 10.01, 10.05, 12.0], 4) == [first, other, twin, slow]
+    assert diverse(ranked, [10.0, 10.01, 10.5, 12.0], 3) == [first, twin, other]
+    assert diverse([], [], 3) == []
+
+
 # The model's parts.
 
 PROBLEM = GemmProblem("dense", 4096, 7168, 2048)
@@ -187,12 +224,13 @@ def us(problem: GemmProblem = PROBLEM, device: Device = H200, **changes: Any) ->
 
 def test_parts_add_up() -> None:
     t = explain(PROBLEM, CONFIG, H200)
-    assert (t.rounds, t.k_blocks) == (14, 16)
-    soft = (t.math_us**6 + t.feed_us**6) ** (1 / 6)
-    assert t.total_us == pytest.approx(
-        t.fixed_us + max(14 * (16 * soft + t.epilogue_us), t.dram_us + t.epilogue_us)
-    )
+    w = work_of(PROBLEM, CONFIG, H200)
+    assert (w.rounds, w.k_blocks, w.ctas, w.stack) == (14, 16, 132, 1)
+    assert t.main_us > 14 * (16 * max(t.math_us, t.feed_us) + t.epilogue_us)
+    longest = max(t.main_us, t.dram_us + t.epilogue_us)
+    assert 1.0 < (t.total_us - t.fixed_us) / longest < 1.15
     assert t.math_us > t.feed_us > 0
+    assert min(t.epilogue_us, t.dram_us, t.fixed_us) > 0
 
 
 def test_time_grows_with_every_size() -> None:
@@ -222,10 +260,32 @@ def test_the_name_of_the_gpu_counts_for_nothing() -> None:
     assert us(device=H100) > us()
 
 
-def test_deeper_rings_are_never_slower() -> None:
-    times = [us(num_stages=s) for s in (2, 3, 4, 5)]
+def test_deeper_rings_hide_latency() -> None:
+    times = [us(num_stages=s) for s in (2, 3, 4)]
     assert times == sorted(times, reverse=True)
-    assert times[0] > times[-1]
+    assert times[0] > 1.05 * times[-1]
+
+
+def test_streaming_wants_a_ring_as_deep_as_needed_and_no_deeper() -> None:
+    decode = GemmProblem("dense", 16, 7168, 2048)
+    shallow, enough, deep = (
+        predict_us(decode, GemmConfig(16, 96, stages, 1), H200) for stages in (2, 7, 15)
+    )
+    assert enough < deep < 1.1 * enough  # measured: 1.04
+    assert shallow > 1.1 * enough
+
+
+def test_small_kernels_of_clusters_share_sms() -> None:
+    decode = GemmProblem("dense", 16, 2112, 7168)
+    small = GemmConfig(16, 56, 8, 1, num_accumulators=2, split_k=4)
+    one_wave = work_of(decode, small, H200)
+    assert (one_wave.rounds, one_wave.ctas, one_wave.stack) == (1, 38 * 4, 2)
+    deeper = replace(small, num_stages=12)  # one to an SM: 30 clusters at a time
+    assert work_of(decode, deeper, H200).rounds == 2
+    # Measured: 1.217 times as long.
+    assert predict_us(decode, deeper, H200) > 1.1 * predict_us(decode, small, H200)
+    few = replace(decode, num_sms=40)
+    assert work_of(few, small, H200).ctas == 40
 
 
 def test_multicast_relieves_l2() -> None:
@@ -233,13 +293,28 @@ def test_multicast_relieves_l2() -> None:
     assert alone.feed_us > explain(PROBLEM, CONFIG, H200).feed_us
 
 
+def test_columns_that_cross_scale_blocks_cost_math() -> None:
+    """Measured at 4096x4096x7168: 192x120 takes longer than 192x128, which computes more."""
+    aligned, crossing = (
+        explain(PROBLEM, replace(CONFIG, block_m=192, block_n=n, num_stages=4), H200)
+        for n in (128, 120)
+    )
+    three = GemmConfig(192, 120, 4, 3)
+    assert explain(PROBLEM, three, H200).math_us > explain(PROBLEM, three, H200).feed_us
+    assert crossing.math_us > 0.95 * aligned.math_us
+    assert us(block_m=192, block_n=120, num_stages=4, num_math_warpgroups=3) > 1.1 * us(
+        block_m=192, block_n=128, num_stages=4, num_math_warpgroups=3
+    )
+
+
 def test_a_partial_wave_costs_a_whole_round() -> None:
     narrow = GemmProblem("dense", 128, 132 * 128, 512)
     wider = GemmProblem("dense", 128, 133 * 128, 512)
-    one = explain(narrow, replace(CONFIG, cluster_m=1), H200)
-    two = explain(wider, replace(CONFIG, cluster_m=1), H200)
-    assert (one.rounds, two.rounds) == (1, 2)
-    assert two.total_us > one.total_us
+    plain = replace(CONFIG, cluster_m=1)
+    assert work_of(narrow, plain, H200).rounds == 1
+    assert work_of(wider, plain, H200).rounds == 2
+    assert work_of(wider, plain, H200).last_ctas == 1
+    assert predict_us(wider, plain, H200) > predict_us(narrow, plain, H200)
 
 
 def test_sixteen_row_weight_boxes_stream_slowly() -> None:
@@ -282,7 +357,7 @@ def test_split_k_pays_where_few_tiles_read_much() -> None:
 
 def test_constants_can_be_refitted() -> None:
     slower = replace(FIT, fill_us=FIT.fill_us + 1.0)
-    assert predict_us(PROBLEM, CONFIG, H200, slower) == pytest.approx(us() + 1.0)
+    assert predict_us(PROBLEM, CONFIG, H200, slower) == pytest.approx(us() + 1.0, abs=0.1)
 
 
 def test_every_ability_of_the_kernel_can_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:

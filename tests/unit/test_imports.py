@@ -23,7 +23,7 @@ PACKAGE = ROOT / "kgen"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors settings",),
     ("problem device config shapes",),
-    ("space heuristic", "cache.keys", "cache.records", "reference quant cases", "elf"),
+    ("model space heuristic", "cache.keys", "cache.records", "reference quant cases", "elf"),
     (
         "render",
         "nvcc nvrtc toolchain compiler",

@@ -130,9 +130,9 @@ def use_space(monkeypatch: pytest.MonkeyPatch) -> UseSpace:
             monkeypatch.setattr(module, "valid_configs", lambda p, d, s=(): configs)
             monkeypatch.setattr(module, "count_invalid", lambda p, d, s=(): Counter(smem_bytes=9))
         session = kgen.search.session
-        order = [configs[default], *configs]
-        monkeypatch.setattr(session, "leading_configs", lambda p, d: [order])
-        monkeypatch.setattr(session, "rank", lambda p, d, found: list(found))
+        order = list(dict.fromkeys([configs[default], *configs]))
+        for module in (session, kgen.search.offline):
+            monkeypatch.setattr(module, "seeds", lambda p, d, count: order[:count])
         monkeypatch.setattr(session, "default_config", lambda p, d: configs[default])
 
     return use
