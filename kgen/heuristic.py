@@ -151,7 +151,6 @@ def work_of(p: GemmProblem, c: GemmConfig, device: Device) -> Work:
         split_k=c.split_k,
         multicast=float(is_multicast),
         clustered=float(c.cluster_size > 1),
-        stream_k=float(_is_stream_k(c)),
         scale_steps=c.block_n // step if step < SCALE_BLOCK else 1,
         rows_past_end=max(0, c.block_m - p.m) / c.cluster_n * ctas,
         box_rows=_box_rows(c.block_n, c.cluster_m),
@@ -169,11 +168,7 @@ def work_of(p: GemmProblem, c: GemmConfig, device: Device) -> Work:
     )
 
 
-def _is_stream_k(c: GemmConfig) -> bool:
-    return getattr(c, "schedule", "tiles") == "stream_k"
-
-
-def _rounds(p: GemmProblem, c: GemmConfig, device: Device, tiles: int) -> tuple[float, int, int]:
+def _rounds(p: GemmProblem, c: GemmConfig, device: Device, tiles: int) -> tuple[int, int, int]:
     """Tiles of the busiest CTA, CTAs at once, and CTAs of the last round; `tiles` in clusters.
 
     Unlike a plain grid, one of clusters is as large as the driver says that it can be: small
@@ -185,9 +180,6 @@ def _rounds(p: GemmProblem, c: GemmConfig, device: Device, tiles: int) -> tuple[
         clusters *= _ctas_per_sm(c, p.d_dtype, device.smem_per_block)
     if p.num_sms:
         clusters = max(1, min(clusters, p.num_sms // size))
-    if _is_stream_k(c):
-        ctas = min(clusters, tiles * p.num_k_blocks)
-        return tiles / ctas, ctas, ctas
     clusters = min(clusters, tiles)
     rounds = ceil_div(tiles, clusters)
     return rounds, clusters * size, (tiles - (rounds - 1) * clusters) * size

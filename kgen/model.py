@@ -37,7 +37,7 @@ class Work(NamedTuple):
     k_blocks                  of one CTA and tile
     stack                     CTAs that share an SM, at least 1
     waves, warpgroups, two_accumulators, block_m, block_n, stages, split_k: the configuration
-    multicast, clustered, stream_k: 1 where CTAs share loads; where they form clusters; or 0
+    multicast, clustered      1 where CTAs share loads; where they form clusters; else 0
     scale_steps               runs of columns whose scale block is chosen at run time; 1: none
     rows_past_end             rows of all CTAs' A boxes beyond M
     box_rows                  weight rows of one TMA box
@@ -62,7 +62,6 @@ class Work(NamedTuple):
     split_k: float
     multicast: float
     clustered: float
-    stream_k: float
     scale_steps: float
     rows_past_end: float
     box_rows: float
@@ -144,9 +143,6 @@ class Fit:
     reduce_us: float = 0.5344
     reduce_us_per_kb: float = 0.03833
     reduce_us_per_cta: float = 0.04058
-    #: Stream K: partial sums through L2 and a flag, at both ends of a CTA's run. Guess, not fitted.
-    partial_us: float = 2.0
-    partial_us_per_kb: float = 0.03
     #: Busy tensor cores lose this share of their clock in long launches.
     power_share: float = 0.0443
 
@@ -177,9 +173,7 @@ def times(w: Work, fit: Fit = FIT) -> Times:
     block_us = block_us + fit.multicast_block_us * tick * w.multicast
     epilogue_us = _epilogue_us(w, fit, tick)
     dram_us = _dram_us(w, fit)
-    main_us = w.rounds * (w.k_blocks * block_us + epilogue_us) + w.stream_k * (
-        fit.partial_us + fit.partial_us_per_kb * w.block_m * w.block_n * 4 / 1e3
-    )
+    main_us = w.rounds * (w.k_blocks * block_us + epilogue_us)
     fixed_us = fit.launch_us + fit.fill_us + fit.stage_us * w.stages
     fixed_us = fixed_us + fit.cluster_us * w.clustered + fit.split_us * (w.clustered - w.multicast)
     total_us = fixed_us + _soft(fit.memory_softness, main_us, dram_us + epilogue_us)
