@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kgen.errors import CompilerMissing
+from kgen.errors import CompileError, CompilerMissing
 
 #: Variables by which a user's shell would add flags that no cache key knows of.
 _HIDDEN_FLAGS: Final = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
@@ -42,14 +42,26 @@ def version_text(path: str, timeout_s: float) -> str:
 def compile_to(
     kind: str, path: str, source: str, options: tuple[str, ...], timeout_s: float
 ) -> Output:
-    """Compile `source` to `kind` ("cubin" or "ptx"); a timeout ends nvcc and all its children."""
-    with tempfile.TemporaryDirectory(prefix="kgen-nvcc-") as folder:
-        Path(folder, "kgen.cu").write_text(source, encoding="utf-8")
-        command = [path, f"-{kind}", *options, "-o", f"kgen.{kind}", "kgen.cu"]
-        done = _run(command, folder, timeout_s)
-        produced = Path(folder, f"kgen.{kind}")
-        data = produced.read_bytes() if produced.is_file() else b""
-        return Output(data, done.log, done.exit_code, done.timed_out)
+    """Compile `source` to `kind` ("cubin" or "ptx"); a timeout ends nvcc and all its children.
+
+    Raises CompilerMissing when it can not be run, CompileError without room for its files.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="kgen-nvcc-") as folder:
+            return _compile_in(folder, kind, path, source, options, timeout_s)
+    except OSError as error:
+        raise CompileError(f"{path}: no temporary files for it (TMPDIR): {error}") from error
+
+
+def _compile_in(  # noqa: PLR0917, as in compile_to
+    folder: str, kind: str, path: str, source: str, options: tuple[str, ...], timeout_s: float
+) -> Output:
+    Path(folder, "kgen.cu").write_text(source, encoding="utf-8")
+    command = [path, f"-{kind}", *options, "-o", f"kgen.{kind}", "kgen.cu"]
+    done = _run(command, folder, timeout_s)
+    produced = Path(folder, f"kgen.{kind}")
+    data = produced.read_bytes() if produced.is_file() else b""
+    return Output(data, done.log, done.exit_code, done.timed_out)
 
 
 def _run(command: list[str], folder: str, timeout_s: float) -> Output:

@@ -190,21 +190,31 @@ def _distinct(paths: Iterable[str]) -> Iterator[str]:
 
 
 def _working_version(name: str, path: str) -> tuple[int, ...]:
-    return _probe(name, path, Path(path).stat().st_mtime_ns if Path(path).exists() else 0)
+    """The version of a compiler that compiles; raises CompilerMissing."""
+    answer = _probe(name, path, Path(path).stat().st_mtime_ns if Path(path).exists() else 0)
+    if isinstance(answer, str):
+        raise CompilerMissing(answer)
+    return answer
 
 
 @cache
-def _probe(name: str, path: str, mtime_ns: int) -> tuple[int, ...]:
-    """The version of a compiler that compiles; raises CompilerMissing. Asked once a process."""
-    options = (f"--gpu-architecture={ARCH}",)
-    if name == "nvcc":
-        done = nvcc.compile_to("cubin", path, _PROBE, options, _PROBE_TIMEOUT_S)
-        cubin, said = done.data, f"exit code {done.exit_code}: {done.log}"
-        version = nvcc.version_text(path, _PROBE_TIMEOUT_S)
-    else:
-        output = nvrtc.load(path).compile(_PROBE, options, _PROBE_TIMEOUT_S)
-        cubin, said, version = output.cubin, f"{output.error} {output.log}", output.ptx
+def _probe(name: str, path: str, mtime_ns: int) -> tuple[int, ...] | str:
+    """The version, or what it did instead; asked once a process: one that hangs takes a minute."""
+    cubin, said, version = _ask(name, path)
     match = _VERSION.search(version)
     if not cubin or match is None:
-        raise CompilerMissing(f"{path}: can not compile an empty kernel: {said.strip()}")
+        return f"{path}: can not compile an empty kernel: {said.strip()}"
     return tuple(int(v) for v in match.groups())
+
+
+def _ask(name: str, path: str) -> tuple[bytes, str, str]:
+    """An empty kernel's cubin, what the compiler said of it, and text that tells its version."""
+    options = (f"--gpu-architecture={ARCH}",)
+    if name == "nvrtc":
+        output = nvrtc.load(path).compile(_PROBE, options, _PROBE_TIMEOUT_S)
+        return output.cubin, f"{output.error} {output.log}", output.ptx
+    done = nvcc.compile_to("cubin", path, _PROBE, options, _PROBE_TIMEOUT_S)
+    if done.timed_out:
+        return b"", f"no result after {_PROBE_TIMEOUT_S:g} s", ""
+    version = nvcc.version_text(path, _PROBE_TIMEOUT_S) if done.data else ""
+    return done.data, f"exit code {done.exit_code}: {done.log}", version

@@ -102,8 +102,8 @@ def gemm_fp8_nt(
             *(a.dtype, sfa.dtype, b.dtype, sfb.dtype, out.dtype),
             _Budget.num_sms,
         )
-    except (AttributeError, TypeError, ValueError):
-        unpack(lhs, rhs, out)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        check(unpack(lhs, rhs, out))
         raise
     ready = _prepared.get(key)
     if ready is None:
@@ -158,8 +158,7 @@ def warm_up(
 
     Launches nothing. Does nothing where the reference would answer.
     """
-    if out_dtype not in D_DTYPES:
-        raise UnsupportedInput(f"out_dtype={out_dtype}: expected bfloat16, float16 or float32")
+    _check_out_dtype(out_dtype)
     for rows in [m] if isinstance(m, int) else m:
         plan_for(rows, n, k, out_dtype, device)
 
@@ -201,11 +200,17 @@ def plan_for(
 
     Builds and loads the kernel as the call would.
     """
+    _check_out_dtype(out_dtype)
     torch_device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     ordinal = _hopper_ordinal(torch_device)
     if ordinal is None or min(m, n, k) < 1:
         return None
     return _plan(ordinal, Sizes(m, n, k, D_DTYPES[out_dtype]))
+
+
+def _check_out_dtype(out_dtype: torch.dtype) -> None:
+    if out_dtype not in D_DTYPES:
+        raise UnsupportedInput(f"out_dtype={out_dtype}: expected bfloat16, float16 or float32")
 
 
 def reload() -> None:
@@ -234,7 +239,8 @@ def _first_call(x: Inputs, key: tuple[Any, ...]) -> None:
         _state.path = "empty"
         return
     if sizes.k == 0:
-        x.out.zero_()
+        with torch.no_grad():
+            x.out.zero_()
         _state.path = "empty"
         return
     ordinal = _hopper_ordinal(x.a.device)

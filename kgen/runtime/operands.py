@@ -65,6 +65,9 @@ def check(x: Inputs) -> Sizes:
     rank, type, shape, device or stride, and for an output that shares memory with an input.
     """
     for name, tensor in x.named():
+        if tensor.layout != torch.strided or tensor.is_neg():
+            kind = "a negated view" if tensor.is_neg() else str(tensor.layout)
+            raise UnsupportedInput(f"{name} is {kind}: expected plain memory (torch.strided)")
         if tensor.dim() != 2:
             raise UnsupportedInput(f"{name} is {_describe(tensor)}: expected two dimensions")
     _check_dtypes(x)

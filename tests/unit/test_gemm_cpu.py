@@ -126,6 +126,8 @@ def test_no_columns_to_sum_gives_zeros() -> None:
     t["a"], t["b"] = t["a"][:, :0], t["b"][:, :0]
     t["a_scales"], t["b_scales"] = t["a_scales"][:, :0], t["b_scales"][:, :0]
     assert not run(t).any()
+    parameter = torch.nn.Parameter(torch.ones(M, N, dtype=torch.bfloat16))
+    assert not run({**t, "out": parameter}).any()
 
 
 HOSTILE: dict[str, tuple[str, Any, str]] = {
@@ -178,6 +180,8 @@ HOSTILE: dict[str, tuple[str, Any, str]] = {
     ),
     "not a tensor": ("out", lambda x: x.tolist(), "out is a list: expected a torch.Tensor"),
     "nothing": ("a_scales", lambda x: None, "a_scales is a NoneType"),
+    "sparse": ("a_scales", lambda x: x.to_sparse(), "a_scales is torch.sparse_coo: expected plain"),
+    "negated": ("b_scales", torch._neg_view, "b_scales is a negated view: expected"),
     "on meta": ("out", lambda x: x.to("meta"), "a on cpu.*out on meta: expected all tensors on"),
 }
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -166,3 +167,37 @@ def test_only_ptxas_up_to_12_8_has_a_use_for_the_pass() -> None:
     assert useful_sass_passes(NVRTC_12) == ("none", "interleave")
     assert useful_sass_passes(NVCC_12) == ("none",)
     assert useful_sass_passes(NVRTC_13) == ("none",)
+
+
+@pytest.fixture
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No other nvcc than a test's own, and nothing remembered of it afterwards."""
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    toolchain._probe.cache_clear()
+    yield
+    toolchain._probe.cache_clear()
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_a_compiler_that_hangs_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each question takes its whole time limit: doctor and a tuning run ask several times."""
+    monkeypatch.setattr(toolchain, "_PROBE_TIMEOUT_S", 0.5)
+    nvcc = Path(fake_nvcc(tmp_path, f"echo asked >> '{tmp_path}/asked'; sleep 60"))
+    nvcc.write_text(nvcc.read_text().replace("exit 0", "sleep 60"))
+    home = str(nvcc.parent.parent)
+    for _ in range(3):
+        search = search_compilers(settings("nvcc", home), ("nvcc",))
+        assert any("no result after 0.5 s" in text for text in search.missing)
+    assert (tmp_path / "asked").read_text().split() == ["asked"]
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_no_room_for_temporary_files_is_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    home = str(Path(fake_nvcc(tmp_path, GOOD)).parent.parent)
+    search = search_compilers(settings("nvcc", home), ("nvcc",))
+    assert any("no temporary files for it (TMPDIR)" in text for text in search.missing)
