@@ -9,6 +9,7 @@ kgen but errors.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -35,6 +36,8 @@ _TEMPORARY: Final = ".new-"
 _STALE_S: Final = 24 * 3600.0
 #: Tries at a place that others keep writing to.
 _PUBLISH_TRIES: Final = 8
+#: How a rename says that something stands there; it may be gone a moment later.
+_OCCUPIED: Final = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR})
 #: What reading something that is no whole entry can raise.
 _UNUSABLE: Final = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
@@ -151,8 +154,8 @@ def _rename_into_place(new: Path, path: Path) -> None:
         try:
             new.rename(path)
             return
-        except OSError:
-            if not os.path.lexists(path):
+        except OSError as error:
+            if error.errno not in _OCCUPIED:
                 raise
         try:
             _read(path.name, path)

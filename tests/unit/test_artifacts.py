@@ -139,6 +139,29 @@ def test_a_damaged_entry_is_a_miss_with_one_warning_and_heals(
     assert leftovers(tmp_path) == []
 
 
+def test_a_damaged_entry_that_another_process_removes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two heal one entry: the place was taken at the rename, and is free when looked at."""
+    put(ArtifactStore(tmp_path))
+    (entry(tmp_path) / CUBIN).write_bytes(b"")
+    rename = Path.rename
+
+    def beaten(new: Path, path: Path) -> Path:
+        try:
+            return rename(new, path)
+        except OSError:
+            shutil.rmtree(path)
+            raise
+
+    monkeypatch.setattr(Path, "rename", beaten)
+    put(ArtifactStore(tmp_path))
+    assert caplog.records == []
+    healed = ArtifactStore(tmp_path).get(KEY)
+    assert healed is not None
+    assert healed.cubin == CONTENT
+
+
 def a_file(tmp_path: Path) -> Path:
     (tmp_path / "taken").write_text("a file")
     return tmp_path / "taken"
