@@ -150,8 +150,8 @@ class TuningDatabase:
         """Every cubin verified and timed for the problem on this device, fastest first.
 
         `median_us` is the median over the rows of one cubin. Times of different policies are not
-        mixed: None takes the policy that most cubins were timed under. A cubin that was ever
-        wrong or faulted here is left out. The times hold while the cubin key does: see
+        mixed: None takes the policy that most cubins were timed under. A cubin that ever was
+        wrong, faulted or hung here is left out. The times hold while the cubin key does: see
         `TrialRow.valid_for`.
         """
         return rows.ranking(self.trials(problem, device_name, num_sms), policy)

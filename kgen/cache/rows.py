@@ -34,8 +34,8 @@ _PLAIN: Final = (
     "policy",
     "registers",
 )
-#: After one of these no time of the same cubin counts: it may be wrong only now and then.
-_DISQUALIFYING: Final = frozenset({"wrong", "faulted"})
+#: After one of these no time of the same cubin counts: it may go wrong, or hang, now and then.
+_DISQUALIFYING: Final = frozenset({"wrong", "faulted", "timeout"})
 
 
 def now() -> str:
@@ -113,7 +113,7 @@ def ranking(rows: Iterable[TrialRow], policy: str | None = None) -> list[TrialRo
     """One row for each cubin timed, fastest first; all rows are of one problem and one device.
 
     Times of different policies are never mixed: None takes the policy most cubins were timed
-    under, the latest of equals. A cubin that was ever wrong or faulted is left out.
+    under, the latest of equals. A cubin that ever was wrong, faulted or hung is left out.
     """
     rows = list(rows)
     bad = {row.cubin_key for row in rows if row.status in _DISQUALIFYING}

@@ -87,7 +87,14 @@ class Run:
         """Whether a trial of this device is about the cubin that its configuration gives today."""
         if why_invalid(row.problem, row.config, self.device):
             return False
-        return row.cubin_key == self.key(row.problem, row.config)
+        return row.cubin_key == self._key_or_nothing(row.problem, row.config)
+
+    def _key_or_nothing(self, problem: GemmProblem, config: GemmConfig) -> str:
+        """The key, or nothing for what the templates refuse: that has no cubin."""
+        try:
+            return self.key(problem, config)
+        except RenderError:
+            return ""
 
     def check_stop(self) -> None:
         """Raise Interrupted when the run was told to end."""
@@ -144,7 +151,7 @@ class Run:
         self._record(
             problem,
             config,
-            self.key(problem, config),
+            self._key_or_nothing(problem, config),
             status=status,
             reason=reason[:_MAX_REASON],
             provenance=self._provenance({}),

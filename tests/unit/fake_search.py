@@ -24,6 +24,7 @@ from kgen.errors import (
     GpuMissing,
     LaunchError,
     MeasureError,
+    RenderError,
     Untunable,
     WrongResult,
 )
@@ -167,7 +168,10 @@ class Starter:
 
 @dataclass
 class FakeBuilder:
-    """The compiler. `behaviours`: str(config) to fail, abort or hang; `journal` as above."""
+    """The compiler. `behaviours`: str(config) to fail, abort, hang or be unrenderable.
+
+    `journal` as above.
+    """
 
     behaviours: dict[str, str] = field(default_factory=dict)
     journal: str = ""
@@ -185,6 +189,8 @@ class FakeBuilder:
         return {"compiler": "fake-1.0", "template_hash": "f" * 64, "generator": "kgen test"}
 
     def key(self, problem: GemmProblem, config: GemmConfig) -> str:
+        if self.behaviours.get(str(config)) == "unrenderable":
+            raise RenderError("the template refuses")
         text = f"{self.version} {problem_class(problem, config)} {config}"
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -194,6 +200,8 @@ class FakeBuilder:
                 file.write(f"build {config}\n")
         time.sleep(self.build_s)
         match self.behaviours.get(str(config), ""):
+            case "unrenderable":
+                raise RenderError("the template refuses")
             case "fail":
                 raise CompileError("ptxas spilled 16 bytes", "the log")
             case "abort":

@@ -95,7 +95,7 @@ def test_best_of_nothing_is_none(db: TuningDatabase, make_trial: MakeTrial) -> N
     assert db.best(PROBLEM, *HERE) is None
 
 
-@pytest.mark.parametrize("status", ["wrong", "faulted"])
+@pytest.mark.parametrize("status", ["wrong", "faulted", "timeout"])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_cubin_that_was_ever_wrong_is_never_best(
     db: TuningDatabase, make_trial: MakeTrial, status: str, order: tuple[int, int]
@@ -200,7 +200,7 @@ def test_variants_of_a_shape_have_their_own_rows(db: TuningDatabase, make_trial:
 
 def test_filters_and_counts(db: TuningDatabase, make_trial: MakeTrial) -> None:
     db.record(make_trial())
-    db.record(make_trial(status="timeout"))
+    db.record(make_trial(status="timeout", cubin_key="t" * 64))
     db.record(make_trial(status="timeout", num_sms=114, problem=PROBLEM.with_m(1)))
     assert db.counts()["timeout"] == 2
     assert db.counts(PROBLEM, *HERE) == {

@@ -213,6 +213,17 @@ def test_compilers_that_crash_or_refuse_cost_one_candidate(
     assert len(bench.told(WorkerReplaced)) == 1
 
 
+def test_what_the_templates_refuse_costs_one_candidate(bench: Bench, use_space: UseSpace) -> None:
+    """There is no key for it either: the record goes without, and is known the next time."""
+    use_space(SPACE[:4])
+    builder = {"behaviours": {str(SPACE[0]): "unrenderable"}}
+    for _ in range(2):
+        report = bench.tune(lines(SMALL), fake_builder=builder, trials=10, finalists=1)
+        assert report.problems[0].by_status == {"ok": 3, "compile_failed": 1}
+    (row,) = [t for t in bench.trials() if t.config == SPACE[0]]
+    assert (row.status, row.cubin_key) == ("compile_failed", "")
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [
