@@ -22,7 +22,7 @@ PACKAGE = ROOT / "kgen"
 #: Layers from the lowest; a layer's groups; a group's modules, of which each may use the former.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors settings",),
-    ("problem device config shapes",),
+    ("problem device config shapes shape_writer model_configs model_shapes",),
     ("model space heuristic", "cache.keys", "cache.records", "reference quant cases", "elf"),
     (
         "render",
@@ -84,6 +84,8 @@ NEVER_REACHED: dict[str, set[str]] = {
     "space": {"torch", "cuda", "jinja2", "optuna", "sqlalchemy", "numpy"},
     "heuristic": {"torch", "cuda", "jinja2", "optuna", "sqlalchemy", "numpy"},
     "shapes": {"torch", "cuda", "jinja2", "optuna", "sqlalchemy", "numpy"},
+    "shape_writer": {"torch", "cuda", "jinja2", "optuna", "sqlalchemy", "numpy"},
+    "model_shapes": {"torch", "cuda", "jinja2", "optuna", "sqlalchemy", "numpy"},
     "render": {"torch", "cuda", "optuna", "sqlalchemy"},
     "compiler": {"torch", "jinja2", "optuna", "sqlalchemy", "kgen.cache", "kgen.runtime"},
     "runtime.kernel": {"optuna", "sqlalchemy", "jinja2", "kgen.cache", "kgen.build", "kgen.search"},
