@@ -50,7 +50,7 @@ check-python:
 # for a GPU machine without network. CONTRIBUTING.md says how to install them there.
 WHEELS_PYTHON ?= 3.12
 WHEELS_GLIBC := 2_28 2_27 2_24 2_17 2_12 2_5
-NOT_IN_WHEELS := torch|cuda-|nvidia-|sympy|mpmath|networkx|fsspec|filelock|setuptools|ruff|mypy|ast_|librt|build|hatchling|tomlkit|trove|pyproject_hooks|pathspec
+NOT_IN_WHEELS := torch|cuda-|nvidia-|matplotlib|contourpy|cycler|fonttools|kiwisolver|pillow|pyparsing|python-dateutil|tzdata|sympy|mpmath|networkx|fsspec|filelock|setuptools|ruff|mypy|ast_|librt|build|hatchling|tomlkit|trove|pyproject_hooks|pathspec
 wheels:
 	rm -rf .wheels
 	mkdir .wheels

@@ -32,13 +32,15 @@ class Ready:
 
 
 class Provider(Protocol):
-    """An implementation to time.
+    """An implementation to time."""
 
-    reference_only    does something easier than the problem asks: shown, not counted as a peer
-    """
+    @property
+    def name(self) -> str:
+        """What it is called in tables and results."""
 
-    name: str
-    reference_only: bool
+    @property
+    def reference_only(self) -> bool:
+        """Whether it does something easier than the problem asks: shown, not counted as a peer."""
 
     def ready(self, case: Case) -> Ready:
         """Verify it on the case; raises WrongResult, or what it refuses a problem with."""

@@ -76,6 +76,8 @@ THIRD_PARTY: dict[str, set[str]] = {
     "runtime.dispatch": {"torch"},
     "runtime.gemm": {"torch"},
     "bench": {"torch"},
+    "bench.triton_gemm": {"triton"},
+    "bench.plot": {"matplotlib"},
     "cli": {"rich"},
 }
 

@@ -1,0 +1,139 @@
+"""Peers that are not torch's: our plain Triton kernel, and packages in folders.
+
+Takes what `--against` asks for, gives providers, and the reason for each that can not be had.
+A package is recognised by the call it offers. Must not import search.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+
+from kgen.bench.against import Against
+from kgen.bench.package import import_as
+from kgen.bench.providers import Provider, Ready, TorchBlockwise, TorchTensorwise
+from kgen.cases import Case, Launch, column_major
+from kgen.errors import KgenError
+from kgen.verify import verify_peer
+
+log = logging.getLogger(__name__)
+
+#: How the packages known here call themselves, whatever their folder is named.
+OWN_NAME: Final = "deep_gemm"
+
+
+@dataclass(frozen=True)
+class FunctionPeer:
+    """A function that writes D in place, given contiguous operands and TMA-aligned scales.
+
+    It sees A's scales with rows contiguous and their pitch the least multiple of 4, so that no
+    library has to convert them inside its time.
+    """
+
+    name: str
+    function: Launch
+    d_dtypes: frozenset[str] = frozenset({"bf16"})
+    details: dict[str, Any] = field(default_factory=dict)
+    reference_only: bool = False
+
+    def ready(self, case: Case) -> Ready:
+        """As in Provider; whatever the function raises becomes a RuntimeError with its name."""
+        problem = case.problem
+        if problem.d_dtype not in self.d_dtypes:
+            raise ValueError(f"no {problem.d_dtype} output; it has {', '.join(self.d_dtypes)}")
+        if problem.num_sms:
+            raise ValueError("takes every SM: a budget of SMs is not passed on")
+
+        def launch(*tensors: torch.Tensor) -> None:
+            # The guarded D has a pitch of its own, which not every library takes.
+            plain = torch.empty(tensors[4].shape, dtype=case.d_dtype, device=case.device)
+            self._bind(*tensors[:4], plain)()
+            tensors[4].copy_(plain)
+
+        try:
+            verified = verify_peer(launch, case)
+            d = torch.empty(problem.m, problem.n, dtype=case.d_dtype, device=case.device)
+            return Ready(verified, self._bind(*case.inputs(problem.m), d), self.details)
+        except (KgenError, RuntimeError):
+            raise
+        except Exception as error:
+            raise RuntimeError(_words(error)) from error
+
+    def _bind(self, *tensors: torch.Tensor) -> Callable[[], None]:
+        a, sfa, b, sfb, d = tensors
+        aligned = column_major(sfa)
+        return lambda: self.function(a, aligned, b, sfb, d)
+
+
+def providers_against(asked: Sequence[Against]) -> tuple[list[Provider], dict[str, str]]:
+    """Providers for what can be had, and the reason for each peer that can not."""
+    found: list[Provider] = []
+    missing: dict[str, str] = {}
+    for one in asked:
+        try:
+            found += _providers(one)
+        # A package's own import may fail in any way, down to a loader's complaint.
+        except (Exception, SystemExit) as error:
+            missing[one.name] = str(error) if isinstance(error, KgenError) else _words(error)
+            log.debug("%s can not be had", one.name, exc_info=error)
+    return found, missing
+
+
+def _providers(asked: Against) -> list[Provider]:
+    if asked.folder is not None:
+        return [package_peer(asked.name, import_as(asked.folder, asked.alias, OWN_NAME))]
+    if asked.name == "triton":
+        from kgen.bench.triton_gemm import gemm
+
+        return [FunctionPeer("triton", gemm)]
+    return [TorchBlockwise(), TorchTensorwise()]
+
+
+def package_peer(name: str, module: ModuleType) -> FunctionPeer:
+    """The peer that a package is, by the first call in CALLS that it has.
+
+    Raises LookupError that names what was looked for.
+    """
+    for call, adapt in CALLS.items():
+        function = getattr(module, call, None)
+        if callable(function):
+            if callable(pdl := getattr(module, "set_pdl", None)):
+                pdl(False)  # a launch must not begin inside the flush before it
+            details = {"call": call, "version": str(getattr(module, "__version__", "unknown"))}
+            return FunctionPeer(name, adapt(function), details=details)
+    raise LookupError(f"the package in {module.__file__} has none of {', '.join(CALLS)}")
+
+
+def _scales_as_they_are(function: Callable[..., object]) -> Launch:
+    """Told not to round the scales to powers of two, as it does by default on newer GPUs."""
+
+    def launch(*tensors: torch.Tensor) -> None:
+        a, sfa, b, sfb, d = tensors
+        function((a, sfa), (b, sfb), d, disable_ue8m0_cast=True)
+
+    return launch
+
+
+def _pairs(function: Callable[..., object]) -> Launch:
+    def launch(*tensors: torch.Tensor) -> None:
+        a, sfa, b, sfb, d = tensors
+        function((a, sfa), (b, sfb), d)
+
+    return launch
+
+
+#: By the name of the call, newest first: how it is made. Both take pairs of matrix and scales.
+CALLS: Final[dict[str, Callable[[Callable[..., object]], Launch]]] = {
+    "fp8_gemm_nt": _scales_as_they_are,
+    "gemm_fp8_fp8_bf16_nt": _pairs,
+}
+
+
+def _words(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
