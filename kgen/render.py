@@ -10,6 +10,7 @@ import hashlib
 import re
 from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -40,13 +41,15 @@ def problem_class(problem: GemmProblem, config: GemmConfig) -> str:
     return " ".join(parts)
 
 
-def render(problem: GemmProblem, config: GemmConfig) -> Source:
+def render(problem: GemmProblem, config: GemmConfig, folder: Path | None = None) -> Source:
     """The source of one kernel; it serves every M (and every N and K unless they are baked).
 
-    Raises RenderError when a template names something that it was not given.
+    `folder` holds other templates than kgen's own. Raises RenderError when a template names
+    something that it was not given.
     """
     try:
-        body = _environment().get_template("gemm.cu.j2").render(_variables(problem, config))
+        template = _environment(folder).get_template("gemm.cu.j2")
+        body = template.render(_variables(problem, config))
     except jinja2.TemplateError as error:
         raise RenderError(f"{config} for {problem}: {error}") from error
     body = re.sub(r"\n{3,}", "\n\n", body).strip() + "\n"
@@ -76,20 +79,17 @@ def _variables(problem: GemmProblem, config: GemmConfig) -> dict[str, Any]:
 
 
 @cache
-def _environment() -> jinja2.Environment:
+def _environment(folder: Path | None = None) -> jinja2.Environment:
+    loader = (
+        jinja2.FileSystemLoader(folder) if folder else jinja2.PackageLoader("kgen", "templates")
+    )
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("kgen", "templates"),
+        loader=loader,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.globals["plain"] = _plain
+    # Plain CUDA C++ goes in as it is: PTX's braces and percent signs are not Jinja's.
+    environment.globals["plain"] = lambda name: loader.get_source(environment, name)[0]
     return environment
-
-
-def _plain(name: str) -> str:
-    """A file of plain CUDA C++, as it is: PTX's braces and percent signs are not Jinja's."""
-    loader = _environment().loader
-    assert loader is not None
-    return loader.get_source(_environment(), name)[0]
