@@ -39,6 +39,8 @@ class Settings:
     compile_timeout_s    seconds a compile may take
     trial_timeout_s      seconds a candidate may take on the GPU, verification and timing each
     log_level            debug, info, warning, error
+    record, misses       shapes files that running programs keep: what they call, and what of it
+                         was not tuned; `{pid}` stands for the process; empty: none
     """
 
     cache_dir: Path
@@ -49,6 +51,8 @@ class Settings:
     compile_timeout_s: float = 120.0
     trial_timeout_s: float = 20.0
     log_level: str = "warning"
+    record: str = ""
+    misses: str = ""
 
     def __post_init__(self) -> None:
         if not _COMPILER.fullmatch(self.compiler):
@@ -94,6 +98,7 @@ class Settings:
         Raises UsageError for a value that can not be used, naming the variable.
         """
         env = os.environ if env is None else env
+        record, misses = recordings(env)
         return cls(
             cache_dir=_cache_dir(env),
             db=env.get("KGEN_DB", ""),
@@ -103,7 +108,15 @@ class Settings:
             compile_timeout_s=_number(env, "KGEN_COMPILE_TIMEOUT_S", cls.compile_timeout_s),
             trial_timeout_s=_number(env, "KGEN_TRIAL_TIMEOUT_S", cls.trial_timeout_s),
             log_level=(env.get("KGEN_LOG_LEVEL") or "warning").lower(),
+            record=record,
+            misses=misses,
         )
+
+
+def recordings(env: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """KGEN_RECORD and KGEN_MISSES alone: a call that needs nothing else minds no other variable."""
+    env = os.environ if env is None else env
+    return env.get("KGEN_RECORD", ""), env.get("KGEN_MISSES", "")
 
 
 def absolute_path(text: str, name: str) -> Path:

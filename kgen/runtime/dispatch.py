@@ -19,6 +19,7 @@ from kgen.config import GemmConfig
 from kgen.errors import DatabaseError, DriverError, KgenError, LaunchError
 from kgen.problem import GemmProblem
 from kgen.runtime import driver
+from kgen.runtime.counting import counted
 from kgen.runtime.kernel import Kernel
 from kgen.runtime.lookup import Choice, Winner, choose, default_for, read_winners
 from kgen.runtime.stats import Stats
@@ -101,7 +102,8 @@ class Dispatcher:
                     failures.append(error)
                 else:
                     self._count(problem, candidate)
-                    return Plan(kernel, candidate)
+                    guessed = candidate.origin != "tuned"
+                    return Plan(counted(kernel, problem, guessed), candidate)
         except KgenError as error:
             raise_if_final(error)
             failures.append(error)

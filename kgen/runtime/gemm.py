@@ -25,9 +25,11 @@ from kgen.quant import (
     per_token_cast_to_fp8,
 )
 from kgen.reference import gemm_reference_into
+from kgen.runtime.counting import count_reference
 from kgen.runtime.dispatch import Dispatcher, Plan, StoredBuilder, raise_if_final
 from kgen.runtime.kernel import Kernel, Launch, current_stream
 from kgen.runtime.operands import D_DTYPES, Inputs, Sizes, check, copy_reasons, unpack
+from kgen.runtime.record import RECORDER
 from kgen.runtime.stats import KgenWarning, Stats
 from kgen.settings import Settings
 
@@ -218,6 +220,7 @@ def reload() -> None:
     with _lock:
         _dispatchers.clear()
         _prepared.clear()
+    RECORDER.reopen()
 
 
 # ------------------------------------------------------------------------------ the path
@@ -246,6 +249,7 @@ def _first_call(x: Inputs, key: tuple[Any, ...]) -> None:
     ordinal = _hopper_ordinal(x.a.device)
     plan = None if ordinal is None else _plan(ordinal, sizes)
     if ordinal is None or plan is None or plan.kernel is None:
+        count_reference(sizes, _Budget.num_sms)
         _refer(x, plan.reason if plan else "")
         return
     reasons = copy_reasons(x)

@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cache.liveness cache.sqlite cache.rows cache.schema cache.connect cache.db",
         "runtime.driver runtime.tma runtime.kernel",
         "runtime.operands",
-        "runtime.stats",
+        "runtime.stats runtime.record",
     ),
     ("build", "verify", "runtime.lookup"),
     (
@@ -45,7 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "search.plan search.gpu_worker search.compile_pool search.builder search.gpu_body "
         "search.gpu_backend search.run search.session search.offline search.campaign search.tune",
-        "runtime.dispatch runtime.gemm",
+        "runtime.counting runtime.dispatch runtime.gemm",
     ),
     ("bench",),  # nn, compat, serve: to come
     (

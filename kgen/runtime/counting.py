@@ -1,0 +1,61 @@
+"""Kernels and launches that count their runs, where calls are recorded (`kgen.runtime.record`).
+
+Takes a loaded kernel, gives one that does the same and counts. Where nothing is recorded a kernel
+stays as it is, so that a prepared call pays nothing. Must not import cache, build or search.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kgen.problem import GemmProblem, round_up
+from kgen.runtime.kernel import Kernel, Launch
+from kgen.runtime.record import RECORDER
+
+
+class CountedLaunch(Launch):
+    """A launch that counts its runs in the one item of a list, which others may share."""
+
+    __slots__ = ("_cell",)
+
+    def __init__(self, launch: Launch, cell: list[int]) -> None:
+        for name in Launch.__slots__:
+            setattr(self, name, getattr(launch, name))
+        self._cell = cell
+
+    def run(self, stream: int) -> None:
+        """As in Launch, and count it."""
+        # Between the bytecodes of this line no other thread runs: it needs no lock.
+        self._cell[0] += 1
+        super().run(stream)
+
+
+class CountedKernel(Kernel):
+    """A kernel whose launches count their runs; it shares everything with the one it is made of."""
+
+    def __init__(self, kernel: Kernel, cell: list[int]) -> None:
+        vars(self).update(vars(kernel))
+        self._cell = cell
+
+    def prepare(self, *tensors: Any, **options: Any) -> Launch:
+        """As in Kernel."""
+        return CountedLaunch(super().prepare(*tensors, **options), self._cell)
+
+
+def counted(kernel: Kernel, problem: GemmProblem, guessed: bool) -> Kernel:
+    """The kernel for calls of a problem: one that counts them, or itself where none are recorded.
+
+    `guessed`: it was not tuned for this problem.
+    """
+    cell = RECORDER.cell(problem, guessed)
+    return kernel if cell is None else CountedKernel(kernel, cell)
+
+
+def count_reference(sizes: Any, num_sms: int) -> None:
+    """Count a call that the reference answers; `sizes` has m, n, k and d_dtype, all above 0."""
+    if RECORDER.is_on:
+        n, k = round_up(sizes.n, 8), round_up(sizes.k, 16)
+        problem = GemmProblem("dense", sizes.m, n, k, d_dtype=sizes.d_dtype, num_sms=num_sms)
+        cell = RECORDER.cell(problem, guessed=False)
+        if cell is not None:
+            cell[0] += 1
