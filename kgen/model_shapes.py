@@ -175,7 +175,7 @@ def _layers(config: Config, architecture: Architecture, split: Split) -> Iterato
 def _attention(config: Config, count: int, tp: int) -> Iterator[_Layer]:
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
     kv_heads = config.number("num_key_value_heads", heads)
-    if not config.has("head_dim") and hidden % heads:
+    if not config.has("head_dim") and not config.mistakes and hidden % heads:
         config.blame(f"head_dim is missing, and hidden_size={hidden} is no multiple of {heads}")
     dim = config.number("head_dim", max(1, hidden // heads))
     # Fewer KV heads than GPUs: each is copied to as many GPUs as it takes.

@@ -413,6 +413,11 @@ def test_every_mistake_is_said_at_once() -> None:
         assert text.count(f"{name} is missing") == 1
 
 
+def test_a_head_dim_that_does_not_follow_is_asked_for() -> None:
+    with pytest.raises(UsageError, match="head_dim is missing, and hidden_size=8192 is no mult"):
+        shapes(LLAMA_70B | {"num_attention_heads": 48})
+
+
 def test_what_does_not_divide_is_named() -> None:
     with pytest.raises(UsageError) as caught:
         shapes(LLAMA_70B, tp=3)
