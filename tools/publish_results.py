@@ -3,8 +3,9 @@
     python tools/publish_results.py bench.json --tune tune.json --tune-command "kgen tune ..." \
         --commit HASH results/dense.json
 
-Keeps both raw, adds the commit where the machine had no git, refuses a run that is not whole, then
-run tools/readme_tables.py.
+Keeps both raw, adds the commit where the machine had no git, refuses a run that is not whole (a
+peer that was asked for and missing, unless --without names it, counts too). Then run
+tools/readme_tables.py, and tools/plot_results.py where floors were measured.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from typing import Any
 
 
 def join(
-    bench: dict[str, Any], tune: dict[str, Any] | None, tune_command: str, commit: str
+    bench: dict[str, Any],
+    tune: dict[str, Any] | None,
+    tune_command: str,
+    commit: str,
+    without: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The result file; raises ValueError, with every reason, for a run that is not whole."""
     joined = dict(bench)
@@ -27,6 +32,8 @@ def join(
     if tune is not None:
         joined["tune"] = {**tune, "command": tune_command}
     reasons = problems_of(joined)
+    missing = {name: why for name, why in bench.get("missing", {}).items() if name not in without}
+    reasons += [f"{name} was asked for and missing: {why}" for name, why in missing.items()]
     if commit and joined["commit"] != commit:
         reasons.append(f"the bench ran at commit {joined['commit']}, not {commit}")
     if tune is not None and not tune_command:
@@ -61,12 +68,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="result file to write, such as results/dense.json")
     parser.add_argument("--tune", type=Path, help="output of kgen tune --json")
     parser.add_argument("--tune-command", default="", help="the command that printed it")
+    parser.add_argument(
+        "--without", action="append", default=[], metavar="PEER", help="may be missing"
+    )
     parser.add_argument("--commit", default="", help="commit of the sources that ran")
     args = parser.parse_args(argv)
     bench = json.loads(args.bench.read_text())
     tune = json.loads(args.tune.read_text()) if args.tune else None
     try:
-        joined = join(bench, tune, args.tune_command, args.commit)
+        joined = join(bench, tune, args.tune_command, args.commit, args.without)
     except ValueError as error:
         print(error)
         return 1

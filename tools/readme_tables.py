@@ -13,25 +13,39 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from math import exp, log
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-ROOT: Final = Path(__file__).parents[1]
-KGEN: Final = "kgen"
-_TABLE: Final = re.compile(r"(<!-- table:([\w-]+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
+from kgen.bench.summary import (
+    KGEN,
+    METHOD,
+    OVER_BEST,
+    Mean,
+    Row,
+    best_peer,
+    means,
+    median_us,
+    over_floor,
+    peers_of,
+    speedup,
+    worst,
+)
 
-Row = dict[str, Any]
+ROOT: Final = Path(__file__).parents[1]
+_TABLE: Final = re.compile(r"(<!-- table:([\w-]+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
 
 
 def render(results: dict[str, Any]) -> str:
     """The Markdown of one result file: where it comes from, the rows, the summary."""
-    peers = [name for name in results["providers"] if name != KGEN]
-    rows = results["rows"]
-    parts = [_origin(results), _rows(rows, peers, results["reference_only"])]
-    parts += [_summary(rows, peers)] if peers else []
-    return "\n\n".join(parts) + "\n"
+    found = means(results)
+    speedups = [mean for mean in found if mean.what.startswith("speedup over ")]
+    parts = [_origin(results), _rows(results)]
+    parts += [_speedups(speedups)] if speedups else []
+    parts += [_worst(results)] if len(peers_of(results)) > 1 else []
+    over = [mean for mean in found if mean not in speedups]
+    parts += [_over_floor(over)] if over else []
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _origin(results: dict[str, Any]) -> str:
@@ -42,6 +56,14 @@ def _origin(results: dict[str, Any]) -> str:
         f"{results['torch']}, {results['date'][:10]}, commit {results['commit'][:12]}: "
         f"`{results['command']}`, {how}, median of {policy['rounds']} alternating calls."
     ]
+    if floor := results.get("floor"):
+        lines.append(
+            f"Floor: the weights' streaming time, measured in the same run, with A and D at "
+            f"{floor['beside_tbps']:g} TB/s, or the operations at {floor['tflops']:.0f} TFLOPS, "
+            "the rate the tensor cores sustained; the larger counts."
+        )
+    if missing := results.get("missing"):
+        lines.append(f"Not there: {', '.join(missing)}.")
     if tune := results.get("tune"):
         trials = sum(problem["num_trials"] for problem in tune["problems"])
         lines.append(
@@ -51,33 +73,57 @@ def _origin(results: dict[str, Any]) -> str:
     return " ".join(lines)
 
 
-def _rows(rows: Sequence[Row], peers: Sequence[str], reference_only: Sequence[str]) -> str:
+def _rows(results: dict[str, Any]) -> str:
+    others = [name for name in results["providers"] if name != KGEN]
+    several = peers_of(results) if len(peers_of(results)) > 1 else []
+    floor = "floor" in results
     headings = ["M", "N", "K", "kgen µs", "p10–p90", "TFLOPS", "GB/s"]
-    for name in peers:
-        headings += [f"{name}{'*' if name in reference_only else ''} µs", "speedup"]
-    lines = [headings, ["--:"] * len(headings), *(_cells(row, peers) for row in rows)]
+    headings += ["floor µs", "over floor"] if floor else []
+    headings += [OVER_BEST, "speedup"] if several else []
+    for name in others:
+        headings.append(f"{name}{'*' if name in results['reference_only'] else ''} µs")
+        headings += [] if several else ["speedup"]
+    lines = [headings, ["--:"] * len(headings)]
+    for row in results["rows"]:
+        cells = _own_cells(row)
+        cells += _floor_cells(row) if floor else []
+        cells += _best_cells(row, several) if several else []
+        # Beside the best peer's ratio the others' would make the table too wide.
+        width = 1 if several else 2
+        lines.append([*cells, *(cell for name in others for cell in _cells(row, name)[:width])])
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    if reference_only:
-        text += f"\n\n\\* {', '.join(reference_only)}: an easier problem, as a mark to reach."
+    if easier := results["reference_only"]:
+        text += f"\n\n\\* {', '.join(easier)}: an easier problem, as a mark to reach."
     return text
 
 
-def _cells(row: Row, peers: Sequence[str]) -> list[str]:
+def _own_cells(row: Row) -> list[str]:
     problem, own = row["problem"], row["providers"].get(KGEN, {})
     cells = [str(problem[name]) for name in ("m", "n", "k")]
-    if "median_us" in own:
-        cells += [
-            f"**{_us(own['median_us'])}**",
-            f"{_us(own['p10_us'])}–{_us(own['p90_us'])}",
-            f"{2 * problem['m'] * problem['n'] * problem['k'] / own['median_us'] / 1e6:.0f}",
-            f"{_bytes(problem) / own['median_us'] / 1e3:.0f}",
-        ]
-    else:
-        cells += ["–"] * 4
-    for name in peers:
-        time, ratio = _median(row, name), speedup(row, name)
-        cells += [_us(time) if time else "–", f"{ratio:.2f}" if ratio else "–"]
-    return cells
+    if "median_us" not in own:
+        return cells + ["–"] * 4
+    return [
+        *cells,
+        f"**{_us(own['median_us'])}**",
+        f"{_us(own['p10_us'])}–{_us(own['p90_us'])}",
+        f"{2 * problem['m'] * problem['n'] * problem['k'] / own['median_us'] / 1e6:.0f}",
+        f"{_bytes(problem) / own['median_us'] / 1e3:.0f}",
+    ]
+
+
+def _floor_cells(row: Row) -> list[str]:
+    floor, over = row.get("floor", {}).get("us"), over_floor(row)
+    return [_us(floor) if floor else "–", f"{over:.2f}" if over else "–"]
+
+
+def _best_cells(row: Row, peers: Sequence[str]) -> list[str]:
+    best = best_peer(row, peers)
+    return [best.name, f"**{best.ratio:.2f}**"] if best else ["–", "–"]
+
+
+def _cells(row: Row, name: str) -> list[str]:
+    time, ratio = median_us(row, name), speedup(row, name)
+    return [_us(time) if time else "–", f"{ratio:.2f}" if ratio else "–"]
 
 
 def _bytes(problem: dict[str, Any]) -> int:
@@ -92,36 +138,33 @@ def _us(value: float) -> str:
     return f"{value:.2f}" if value < 100 else f"{value:.1f}"
 
 
-def _median(row: Row, name: str) -> float | None:
-    value: float | None = row["providers"].get(name, {}).get("median_us")
-    return value
-
-
-def speedup(row: Row, name: str) -> float | None:
-    """The other's time over kgen's; None where one of them has none."""
-    own, other = _median(row, KGEN), _median(row, name)
-    return other / own if own and other else None
-
-
-def _summary(rows: Sequence[Row], peers: Sequence[str]) -> str:
-    ranges: list[tuple[str, Callable[[int], bool]]] = [
-        ("all", lambda m: True),
-        ("M ≤ 128", lambda m: m <= 128),
-        ("128 < M < 4096", lambda m: 128 < m < 4096),
-        ("M ≥ 4096", lambda m: m >= 4096),
-    ]
+def _speedups(found: Sequence[Mean]) -> str:
     lines = ["| speedup over | rows | geometric mean | least |", "|---|---|--:|--:|"]
-    for name in peers:
-        for words, belongs in ranges:
-            found = _ratios((row for row in rows if belongs(row["problem"]["m"])), name)
-            if found:
-                mean = exp(sum(map(log, found)) / len(found))
-                lines.append(f"| {name} | {words} ({len(found)}) | {mean:.2f} | {min(found):.2f} |")
+    for mean in found:
+        name = mean.what.removeprefix("speedup over ")
+        lines.append(
+            f"| {name} | {mean.rows} ({mean.count}) | {mean.mean:.2f} | {mean.least:.2f} |"
+        )
     return "\n".join(lines)
 
 
-def _ratios(rows: Iterable[Row], name: str) -> list[float]:
-    return [ratio for row in rows if (ratio := speedup(row, name))]
+def _worst(results: dict[str, Any]) -> str:
+    low = worst(results)
+    if low is None:
+        return ""
+    words = f"Worst against its best peer: {low.shape}, {low.ratio:.3f} times {low.peer}"
+    if low.interval is None:
+        return f"{words}."
+    bounds = f"{low.interval.low:.3f} to {low.interval.high:.3f}"
+    return f"{words} ({bounds}, {low.interval.coverage:.0%}: {METHOD})."
+
+
+def _over_floor(found: Sequence[Mean]) -> str:
+    lines = ["| time over the floor | rows | geometric mean | most |", "|---|---|--:|--:|"]
+    for mean in found:
+        what = mean.what.replace(" over floor", "")
+        lines.append(f"| {what} | {mean.rows} ({mean.count}) | {mean.mean:.2f} | {mean.most:.2f} |")
+    return "\n".join(lines)
 
 
 def update(text: str, results: Path) -> str:

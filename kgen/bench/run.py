@@ -1,7 +1,7 @@
 """`run_bench`: every provider on every problem, verified, then timed alternating in one process.
 
-Takes problems and settings, gives a `BenchReport` of plain values. Fails, rather than time it,
-where kgen's fallback would answer. Must not import search.
+Takes problems and settings, gives a `BenchReport` of plain values, with the device's floor where
+asked. Fails, rather than time it, where kgen's fallback would answer. Must not import search.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from __future__ import annotations
 import platform
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 import kgen
-from kgen.bench.providers import Kgen, Provider, Ready, TorchBlockwise, TorchTensorwise
+from kgen.bench.against import parse_against
+from kgen.bench.floor import Bound, Floor, measure_floor
+from kgen.bench.peers import providers_against
+from kgen.bench.providers import Kgen, Provider, Ready
+from kgen.bench.summary import KGEN, best_peer, peers_of, summarise
 from kgen.cases import Case
 from kgen.device import Device
 from kgen.errors import DriverError, GpuMissing, KgenError
@@ -25,11 +29,10 @@ from kgen.measure import DEFAULT_POLICY, Policy, Timing, measure_many, policy_na
 from kgen.nvml import driver_release
 from kgen.problem import GemmProblem
 from kgen.runtime.dispatch import Dispatcher, StoredBuilder
-from kgen.runtime.driver import device_facts
+from kgen.runtime.driver import device_facts, driver_version
 from kgen.runtime.stats import Stats
 from kgen.settings import Settings
-
-KGEN: Final = "kgen"
+from kgen.toolchain import default_compiler
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Row:
     errors: dict[str, float] = field(default_factory=dict)
     details: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
+    floor: Bound | None = None
 
     @property
     def failed(self) -> bool:
@@ -56,11 +60,14 @@ class Row:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, one entry per provider."""
         names = [*self.timings, *(name for name in self.notes if name not in self.timings)]
-        return {
+        row: dict[str, Any] = {
             "shape": str(self.problem),
             "problem": asdict(self.problem),
             "providers": {name: self._provider(name) for name in names},
         }
+        if self.floor:
+            row["floor"] = self.floor._asdict()
+        return row
 
     def _provider(self, name: str) -> dict[str, Any]:
         if name not in self.timings:
@@ -71,12 +78,17 @@ class Row:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """All rows, and where they come from."""
+    """All rows, and where they come from.
+
+    missing    peers that were asked for and can not be had, with the reason
+    """
 
     provenance: dict[str, Any]
     providers: tuple[str, ...]
     reference_only: tuple[str, ...]
     rows: tuple[Row, ...]
+    missing: dict[str, str] = field(default_factory=dict)
+    floor: Floor | None = None
 
     @property
     def failed(self) -> bool:
@@ -84,15 +96,23 @@ class BenchReport:
         return any(row.failed for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {
+        """Plain values for JSON: raw samples, and what kgen.bench.summary makes of them."""
+        report = {
             "schema": 1,
             "kind": "bench",
             **self.provenance,
             "providers": list(self.providers),
             "reference_only": list(self.reference_only),
+            "missing": self.missing,
             "rows": [row.to_dict() for row in self.rows],
         }
+        if self.floor:
+            report["floor"] = self.floor.to_dict()
+        for row in report["rows"]:
+            if best := best_peer(row, peers_of(report)):
+                bounds = best.interval._asdict() if best.interval else None
+                row["best_peer"] = {**best._asdict(), "interval": bounds}
+        return report | {"summary": summarise(report)}
 
 
 def run_bench(
@@ -100,27 +120,35 @@ def run_bench(
     settings: Settings,
     *,
     against: Sequence[str] = (),
+    floor: bool = False,
     policy: str = DEFAULT_POLICY,
     command: str = "",
     commit: str = "",
     on_row: Callable[[Row], None] = lambda row: None,
+    on_missing: Callable[[str, str], None] = lambda name, reason: None,
 ) -> BenchReport:
-    """Time kgen, and with "torch" in `against` torch's two ways, on `cuda:0`.
+    """Time kgen and the peers of `against` (as in `parse_against`) on `cuda:0`.
 
-    `command` and `commit` go into the report (default: the commit git tells). `on_row` gets each
-    row as it is done. Raises GpuMissing without a Hopper GPU, DriverError when
-    the context is lost.
+    `floor` measures the device's limits first. `command` and `commit` go into the report (default:
+    the commit git tells). `on_row` gets each row as it is done, `on_missing` a peer that can not be
+    had. Raises UsageError for words of `against`, GpuMissing without a Hopper GPU, DriverError when
+    the context is lost, and what `measure_floor` raises.
     """
+    asked = parse_against(against)
     device = _hopper()
     providers: list[Provider] = [
         Kgen(Dispatcher(0, StoredBuilder(settings), settings.db_url, Stats()))
     ]
-    if "torch" in against:
-        providers += [TorchBlockwise(), TorchTensorwise()]
+    peers, missing = providers_against(asked)
+    for name, reason in missing.items():
+        on_missing(name, reason)
+    providers += peers
     chosen = policy_named(policy)
+    limits = _floor(problems, settings, chosen, device) if floor else None
     rows = []
     for problem in problems:
-        rows.append(bench_problem(problem, providers, chosen, device))
+        row = bench_problem(problem, providers, chosen, device)
+        rows.append(replace(row, floor=limits.of(problem)) if limits else row)
         on_row(rows[-1])
         torch.cuda.empty_cache()
     return BenchReport(
@@ -128,7 +156,16 @@ def run_bench(
         providers=tuple(provider.name for provider in providers),
         reference_only=tuple(p.name for p in providers if p.reference_only),
         rows=tuple(rows),
+        missing=missing,
+        floor=limits,
     )
+
+
+def _floor(
+    problems: Sequence[GemmProblem], settings: Settings, policy: Policy, device: Device
+) -> Floor:
+    compiler = default_compiler(settings, driver_version())
+    return measure_floor([(p.n, p.k) for p in problems], compiler, policy, device)
 
 
 def bench_problem(

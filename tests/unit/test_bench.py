@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from kgen.bench import run as bench_run
+from kgen.bench.floor import Floor
 from kgen.bench.providers import Kgen, Ready
 from kgen.bench.run import BenchReport, Row, bench_problem, git_commit, provenance_of
 from kgen.cases import Case
 from kgen.device import H200, Device
-from kgen.errors import DriverError, GpuMissing, LaunchError, MeasureError, WrongResult
+from kgen.errors import DriverError, GpuMissing, LaunchError, MeasureError, UsageError, WrongResult
 from kgen.measure import POLICIES, Call, Policy, Timing
 from kgen.problem import GemmProblem
 from kgen.runtime.dispatch import Plan
@@ -135,6 +136,55 @@ def test_report_as_json() -> None:
     (row,) = data["rows"]
     assert row["shape"] == "dense m=5 n=16 k=128"
     assert row["providers"]["kgen"]["samples_us"] == [8.0, 8.0]
+
+
+def test_floor_and_peers_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The floor of every row, measured once; what is missing is told at once and kept."""
+    told: list[tuple[str, str]] = []
+    asked: list[tuple[int, int]] = []
+    one = Timing("cold", 6.5, 6.5, 6.5, (6.5,))
+
+    def measure_floor(weights: list[tuple[int, int]], *rest: object) -> Floor:
+        asked.extend(weights)
+        return Floor(dict.fromkeys(weights, one), dict.fromkeys(weights, (16384, 12)), one, 132)
+
+    replaced = {
+        "_hopper": lambda: H200,
+        "Kgen": lambda dispatcher: Made("kgen", 8.0),
+        "Dispatcher": lambda *rest: None,
+        "StoredBuilder": lambda settings: None,
+        "default_compiler": lambda *rest: None,
+        "driver_version": lambda: (13, 0),
+        "providers_against": lambda asked: ([Made("peer", 9.0)], {"gone": "no such folder"}),
+        "Case": lambda problem, where: Case(problem, "cpu"),
+        "measure_floor": measure_floor,
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(bench_run, name, value)
+    report = bench_run.run_bench(
+        [PROBLEM, PROBLEM.with_m(7)],
+        Settings.from_env(),
+        against=["torch"],
+        floor=True,
+        on_missing=lambda *reason: told.append(reason),
+    )
+    assert asked == [(16, 128)] * 2
+    assert told == [("gone", "no such folder")]
+    data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert data["missing"] == {"gone": "no such folder"}
+    assert data["providers"] == ["kgen", "peer"]
+    first, second = data["rows"]
+    assert first["floor"]["limit"] == "stream"
+    assert second["floor"]["us"] > first["floor"]["us"] > 6.5
+    assert first["best_peer"] == {"name": "peer", "ratio": 1.125, "interval": None}
+    assert data["floor"]["streams"][0]["samples_us"] == [6.5]
+    assert data["summary"]["worst"]["ratio"] == 1.125
+
+
+def test_words_that_name_no_peer_end_it_at_once() -> None:
+    """Before the GPU is looked for."""
+    with pytest.raises(UsageError, match="'x': expected torch"):
+        bench_run.run_bench([PROBLEM], Settings.from_env(), against=["x"])
 
 
 def test_commit_is_a_hash_or_unknown() -> None:

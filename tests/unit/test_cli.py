@@ -519,13 +519,81 @@ def test_bench_prints_times_and_ratios(
     fake_bench: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", LINE, "--against", "torch", "--policy", "hot"]) == 0
-    header, row, mean = capsys.readouterr().out.splitlines()
+    header, row, _, _, mean, small, _, worst = capsys.readouterr().out.splitlines()
     assert "torch blockwise µs  speedup" in header
     assert all(text in row for text in ("10.00", "9.00–11.00", "20.00", "2.00x", "128x152"))
-    assert mean.split() == ["geometric", "mean", "2.00x"]
+    assert " ".join(mean.split()) == "speedup over torch blockwise all 1 2.00x 2.00x 2.00x"
+    assert " ".join(small.split()) == "speedup over torch blockwise M ≤ 128 1 2.00x 2.00x 2.00x"
+    assert worst.endswith(f"{LINE}, 2.000x torch blockwise; too few rounds for an interval")
     assert fake_bench["problems"] == [PROBLEM]
     assert (fake_bench["against"], fake_bench["policy"]) == (["torch"], "hot")
     assert fake_bench["command"] == f"kgen bench '{LINE}' --against torch --policy hot"
+
+
+def test_bench_prints_floor_best_peer_and_what_is_missing(
+    fake_bench: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    import kgen.bench.run as bench
+    from kgen.bench.floor import Bound, Floor
+    from kgen.measure import Timing
+
+    def timing(us: float) -> Timing:
+        return Timing("cold", us, us, us, (us,) * 16)
+
+    def run_bench(problems: Any, settings: Settings, on_row: Any, **rest: Any) -> Any:
+        fake_bench.update(rest)
+        times = {"kgen": 10.0, "torch tensorwise": 9.0, "v1": 12.0, "v2": 11.0}
+        timings = {name: timing(us) for name, us in times.items()}
+        row = bench.Row(
+            problems[0], timings, dict.fromkeys(times, 1e-3), floor=Bound(8.0, "stream")
+        )
+        on_row(row)
+        rest["on_missing"]("triton", "not installed")
+        floor = Floor({(2112, 7168): timing(6.5)}, {(2112, 7168): (16384, 12)}, timing(13e3), 132)
+        easier = ("torch tensorwise",)
+        return bench.BenchReport(
+            {}, tuple(times), easier, (row,), {"triton": "not installed"}, floor
+        )
+
+    monkeypatch.setattr(bench, "run_bench", run_bench)
+    pytest.importorskip("matplotlib")
+    peers = ["--against", "torch,triton", "--against", "v1=/a,v2=/b"]
+    assert main(["bench", LINE, *peers, "--plot", str(tmp_path / "x.png")]) == 0
+    out, err = capsys.readouterr()
+    header, row, *_ = out.splitlines()
+    columns = " ".join(header.split()).split("error ")[1].split(" configuration")[0]
+    assert columns == (
+        "floor µs over floor torch tensorwise (easier) µs v1 µs v2 µs best peer speedup"
+    )
+    assert all(text in row for text in ("8.00", "1.25x", "12.00", "11.00", "v2", "1.10x"))
+    assert "1.100x v2; 98% interval of paired rounds 1.100 to 1.100" in out
+    assert out.splitlines()[-1] == "missing: triton, not installed"
+    assert "triton is missing: not installed" in err
+    assert "floor 8.00 µs" in err
+    assert fake_bench["floor"] is True
+    assert fake_bench["against"] == ["torch,triton", "v1=/a,v2=/b"]
+    assert (tmp_path / "x.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--against", "torhc"], "expected torch, triton, or NAME=DIR"),
+        (["--plot", "/no/such/folder/x"], "in a folder that is there"),
+    ],
+)
+def test_bench_refuses_before_it_times(
+    fake_bench: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    reason: str,
+) -> None:
+    assert main(["bench", LINE, *words]) == 2
+    assert reason in capsys.readouterr().err
+    assert fake_bench == {}
 
 
 def test_bench_fails_where_the_fallback_would_answer(

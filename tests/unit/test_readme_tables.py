@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kgen.bench.floor import Bound, Floor
 from kgen.bench.run import BenchReport, Row, provenance_of
 from kgen.device import H200
 from kgen.measure import POLICIES, Timing
@@ -59,6 +61,51 @@ def test_rendered_table() -> None:
     assert "| torch | all (2) | 1.06 | 0.90 |" in lines
     assert "| torch | M ≤ 128 (1) | 1.25 | 1.25 |" in lines
     assert "\\* torch: an easier problem, as a mark to reach." in lines
+
+
+def test_several_peers_and_the_floor() -> None:
+    """The best peer's name and ratio, times only of the others; floors, missing peers, the worst.
+
+    By hand: floor 8 us, kgen 10, old 12.5, new 11: new is the best, 1.10 times; 1.25 over the
+    floor; the lower bound of 16 equal rounds is the ratio itself.
+    """
+    rows = [row(64, 10.0, 9.0), row(4096, 100.0, 90.0)]
+    for one, times in zip(rows, ((12.5, 11.0), (99.0, 120.0)), strict=True):
+        for name, us in zip(("old", "new"), times, strict=True):
+            one.timings[name], one.errors[name] = timing(us), 1.8e-3
+        for name, made in one.timings.items():
+            one.timings[name] = replace(made, samples_us=(made.median_us,) * 16)
+    floors = [
+        replace(one, floor=Bound(us, "stream")) for one, us in zip(rows, (8, 80), strict=True)
+    ]
+    floor = Floor({(2112, 7168): timing(6.5)}, {(2112, 7168): (16384, 12)}, timing(13e3), 132)
+    names = ("kgen", "torch", "old", "new")
+    provenance = provenance_of(H200, POLICIES["cold"], "kgen bench", commit="a" * 40)
+    missing = {"triton": "not installed"}
+    report = BenchReport(provenance, names, ("torch",), tuple(floors), missing, floor)
+    data = json.loads(json.dumps(report.to_dict()))
+    lines = render(data).splitlines()
+    assert (
+        "| floor µs | over floor | best peer | speedup | torch* µs | old µs | new µs |" in lines[2]
+    )
+    assert any(
+        line.startswith("| 64 |")
+        and line.endswith("| 8.00 | 1.25 | new | **1.10** | 9.00 | 12.50 | 11.00 |")
+        for line in lines
+    )
+    assert "| best peer | all (2) | 1.04 | 0.99 |" in lines
+    worst = (
+        "Worst against its best peer: dense m=4096 n=2112 k=7168, 0.990 times old (0.990 to 0.990"
+    )
+    assert any(line.startswith(worst) for line in lines)
+    assert "| kgen | M ≤ 128 (1) | 1.25 | 1.25 |" in lines
+    assert "Not there: triton." in lines[0]
+    assert "A and D at 4 TB/s" in lines[0]
+    assert data["rows"][0]["best_peer"]["name"] == "new"
+    assert data["summary"]["worst"]["peer"] == "old"
+    with pytest.raises(ValueError, match="triton was asked for and missing: not installed"):
+        join(data | {"driver": "580"}, None, "", "")
+    assert join(data | {"driver": "580"}, None, "", "", ["triton"])["missing"] == missing
 
 
 def test_update_and_check(tmp_path: Path) -> None:
