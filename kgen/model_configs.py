@@ -175,7 +175,7 @@ def language_model(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[s
         if isinstance(inner, dict) and "hidden_size" not in fields:
             inner, notes = language_model(inner)
             outer = {"quantization_config": fields.get("quantization_config")}
-            return outer | inner, [f"read from {name}: the language model alone", *notes]
+            return {**outer, **inner}, [f"read from {name}: the language model alone", *notes]
     return fields, []
 
 

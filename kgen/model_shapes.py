@@ -242,7 +242,7 @@ def _shared_width(config: Config, experts: Experts, width: int) -> int:
 
 def _sparse_layers(config: Config, experts: Experts, count: int) -> int:
     """How many of the layers have experts."""
-    if experts.optional and not config.has(config.spelling(experts.count)):
+    if experts.optional and not config.raw(config.spelling(experts.count)):
         return 0
     return _SPARSE_LAYERS[experts.layers](config, count)
 

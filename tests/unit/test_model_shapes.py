@@ -451,6 +451,8 @@ def test_unknown_models_with_usual_fields_are_read_like_llama() -> None:
     found = shapes(LLAMA_70B | {"model_type": "newcomer"}, tp=8)
     assert found.lines == shapes(LLAMA_70B, tp=8).lines
     assert "unknown model_type 'newcomer'" in found.notes[0]
+    none = {"model_type": "newcomer", "num_experts": 0}
+    assert shapes(LLAMA_70B | none, tp=8).lines == found.lines
     nameless = {key: value for key, value in DEEPSEEK_V3.items() if key != "model_type"}
     found = shapes(nameless)
     assert found.lines == shapes(DEEPSEEK_V3).lines
