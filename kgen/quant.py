@@ -56,17 +56,31 @@ def get_col_major_tma_aligned_tensor(x: torch.Tensor) -> torch.Tensor:
     Same shape and values, strides (1, round_up(M, 4)): what TMA reads. Gives x itself when it
     is laid out so already. Raises UnsupportedInput for another dtype than FP32 or another rank.
     """
-    if x.dtype != torch.float32 or x.dim() not in (2, 3):
+    if _is_scales(x) and _is_tma_aligned(x):
+        return x
+    return col_major_tma_aligned_copy(x)
+
+
+def col_major_tma_aligned_copy(x: torch.Tensor) -> torch.Tensor:
+    """As `get_col_major_tma_aligned_tensor`, in memory of its own."""
+    return empty_col_major(x).copy_(x)
+
+
+def empty_col_major(x: torch.Tensor) -> torch.Tensor:
+    """Memory for the copy of x; same errors."""
+    if not _is_scales(x):
         raise UnsupportedInput(
             f"scales of {x.dtype}{list(x.shape)}: expected torch.float32 [M, K blocks], or three "
             "dimensions with the groups first"
         )
-    if _is_tma_aligned(x):
-        return x
     *groups, m, blocks = x.shape
     pitch = round_up(m, _ALIGN_FLOATS)
     strides = (*[pitch * blocks] * len(groups), 1, pitch)
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+
+
+def _is_scales(x: torch.Tensor) -> bool:
+    return x.dtype == torch.float32 and x.dim() in (2, 3)
 
 
 def _is_tma_aligned(x: torch.Tensor) -> bool:

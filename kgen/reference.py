@@ -55,7 +55,7 @@ def gemm_reference_into(
     n = b.shape[0]
     n_step = round_up(max(1, _MAX_ELEMENTS // max(k, 1) - SCALE_BLOCK), SCALE_BLOCK)
     m_step = max(1, _MAX_ELEMENTS // max(k, min(n, n_step), 1))
-    with full_fp32():
+    with full_fp32(), torch.autocast(out.device.type, enabled=False):
         for n0 in range(0, n, n_step):
             blocks = slice(n0 // SCALE_BLOCK, (n0 + n_step) // SCALE_BLOCK)
             b_piece = dequantize_b(b[n0 : n0 + n_step], sfb[blocks]).t()

@@ -12,23 +12,25 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from kgen.errors import KgenError, UnsupportedInput, UsageError
 from kgen.problem import GemmProblem, round_up
-from kgen.quant import (
-    get_col_major_tma_aligned_tensor,
-    per_block_cast_to_fp8,
-    per_token_cast_to_fp8,
-)
+from kgen.quant import per_block_cast_to_fp8, per_token_cast_to_fp8
 from kgen.reference import gemm_reference_into
+from kgen.runtime import ops
+from kgen.runtime.copies import copy_reasons, is_worth_turning, run_with_copies
 from kgen.runtime.counting import count_reference
 from kgen.runtime.dispatch import Dispatcher, Plan, StoredBuilder, raise_if_final
-from kgen.runtime.kernel import Kernel, Launch, current_stream
-from kgen.runtime.operands import D_DTYPES, Inputs, Sizes, check, copy_reasons, unpack
+from kgen.runtime.guard import Same, count_write, layout_of, same_as
+from kgen.runtime.kernel import Kernel, Launch, current_device, current_stream
+from kgen.runtime.operands import D_DTYPES, Inputs, Sizes, check, unpack
+from kgen.runtime.ops import get_col_major_tma_aligned_tensor
 from kgen.runtime.record import RECORDER
 from kgen.runtime.stats import KgenWarning, Stats
 from kgen.settings import Settings
@@ -41,6 +43,7 @@ __all__ = [
     "get_num_sms",
     "last_path",
     "missed_shapes",
+    "mm_fp8_nt",
     "per_block_cast_to_fp8",
     "per_token_cast_to_fp8",
     "plan_for",
@@ -51,13 +54,22 @@ __all__ = [
     "warm_up",
 ]
 
-#: Launches kept ready, by the addresses, shapes and strides of their tensors; about 2 KB each.
+#: Launches kept ready, by their tensors' addresses and the output's shape; about 2 KB each.
 _MAX_PREPARED: Final = 8192
-#: Up to this M the kernel reads row-major scales of A itself; above, turning them is cheaper.
-_MAX_DIRECT_M: Final = 128
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A launch for tensors at known addresses, right as long as `same` or `layout` holds."""
+
+    same: Same
+    layout: tuple[Any, ...]
+    ordinal: int
+    launch: Launch
+
 
 _stats = Stats()
-_prepared: dict[tuple[Any, ...], tuple[int, Launch]] = {}
+_prepared: dict[tuple[Any, ...], _Ready] = {}
 #: By device; for one that kernels can not be had for, the reason.
 _dispatchers: dict[int, Dispatcher | str] = {}
 _lock = threading.Lock()
@@ -91,27 +103,44 @@ def gemm_fp8_nt(
     out [M, N]                 BF16, FP16 or FP32, any row pitch; not sharing memory with an input
 
     Runs on the current stream of the tensors' device and does not wait. Any M, N and K; M = 0
-    launches nothing. Raises UnsupportedInput for anything else, naming what was given and what is
-    needed; LaunchError when a kernel would have to be loaded while a CUDA graph is captured (see
-    `warm_up`); DriverError when an earlier fault has cost the process its GPU.
+    launches nothing. Has no gradient. Under torch.compile, export and fx it is the operator
+    kgen::gemm_fp8_nt. Raises UnsupportedInput for anything else, also for a tensor that requires
+    a gradient while autograd records, naming what was given and what is needed; LaunchError when
+    a kernel would have to be loaded while a CUDA graph is captured (see `warm_up`); DriverError
+    when an earlier fault has cost the process its GPU.
     """
+    if is_dynamo_compiling():
+        ops.call_gemm(unpack(lhs, rhs, out))
+        return
     try:
         (a, sfa), (b, sfb) = lhs, rhs
-        key = (
-            *(a.data_ptr(), sfa.data_ptr(), b.data_ptr(), sfb.data_ptr(), out.data_ptr()),
-            *(a.shape, sfa.shape, b.shape, sfb.shape, out.shape),
-            *(a.stride(), sfa.stride(), b.stride(), sfb.stride(), out.stride()),
-            *(a.dtype, sfa.dtype, b.dtype, sfb.dtype, out.dtype),
-            _Budget.num_sms,
-        )
+        addresses = a.data_ptr(), sfa.data_ptr(), b.data_ptr(), sfb.data_ptr(), out.data_ptr()
+        key = addresses, out.shape, _Budget.num_sms
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        check(unpack(lhs, rhs, out))
-        raise
+        _without_memory(unpack(lhs, rhs, out))
+        return
     ready = _prepared.get(key)
-    if ready is None:
-        _first_call(unpack(lhs, rhs, out), key)
+    if ready is not None and ready.same(a, sfa, b, sfb, out):
+        _run(ready, out)
     else:
-        _run(*ready)
+        _first_call(unpack(lhs, rhs, out), key, ready)
+
+
+def mm_fp8_nt(
+    lhs: tuple[torch.Tensor, torch.Tensor],
+    rhs: tuple[torch.Tensor, torch.Tensor],
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """`gemm_fp8_nt` into new memory: gives A · Bᵀ as a row-major [M, N] of `out_dtype`."""
+    _check_out_dtype(out_dtype)
+    try:
+        shape = (lhs[0].shape[0], rhs[0].shape[0])
+        out = lhs[0].new_empty(shape, dtype=out_dtype)
+    except (AttributeError, TypeError, IndexError):
+        unpack(lhs, rhs, None)
+        raise
+    gemm_fp8_nt(lhs, rhs, out)
+    return out
 
 
 def gemm_fp8_fp8_bf16_nt(
@@ -132,8 +161,7 @@ def set_num_sms(num_sms: int) -> None:
     """Run on at most this many SMs from now on, leaving the rest to others; 0: all of them.
 
     The budget is part of the problem: other kernels may be the best for it. Raises UsageError
-    for a number below 0, or above what the current device has
-    once CUDA is in use.
+    for a number below 0, or above what the current device has once CUDA is in use.
     """
     if isinstance(num_sms, bool) or not isinstance(num_sms, int) or num_sms < 0:
         raise UsageError(f"num_sms={num_sms!r}: expected a whole number, 0 for all SMs")
@@ -226,17 +254,38 @@ def reload() -> None:
 # ------------------------------------------------------------------------------ the path
 
 
-def _run(ordinal: int, launch: Launch) -> None:
-    if _current_device() == ordinal:
-        launch.run(current_stream(ordinal))
+def _run(ready: _Ready, out: torch.Tensor) -> None:
+    ordinal = ready.ordinal
+    if current_device() == ordinal:
+        ready.launch.run(current_stream(ordinal))
     else:
         with torch.cuda.device(ordinal):
-            launch.run(current_stream(ordinal))
+            ready.launch.run(current_stream(ordinal))
+    count_write((out,))
     _state.path = "kernel"
 
 
-def _first_call(x: Inputs, key: tuple[Any, ...]) -> None:
-    """A call with tensors not seen before, or that are never served from `_prepared`."""
+def _without_memory(x: Inputs) -> None:
+    """Tensors with no address to give: a tracer's, or such as no path serves."""
+    if not ops.stand_for_others(x):
+        check(x)
+    ops.call_gemm(x)
+
+
+def _first_call(x: Inputs, key: tuple[Any, ...], ready: _Ready | None) -> None:
+    """A call with tensors not seen before, or that are never served from `_prepared`.
+
+    `ready`: what is prepared for these addresses, and may fit after all.
+    """
+    tensors = x.tensors()
+    if ops.stand_for_others(x):
+        ops.call_gemm(x)
+        return
+    ops.refuse_gradient("gemm_fp8_nt", tensors)
+    if ready is not None and layout_of(tensors) == ready.layout:
+        _remember(key, replace(ready, same=same_as(tensors)))
+        _run(ready, x.out)
+        return
     sizes = check(x)
     if min(sizes.m, sizes.n) == 0:
         _state.path = "empty"
@@ -252,14 +301,18 @@ def _first_call(x: Inputs, key: tuple[Any, ...]) -> None:
         count_reference(sizes, _Budget.num_sms)
         _refer(x, plan.reason if plan else "")
         return
-    reasons = copy_reasons(x)
-    if reasons or sizes.k % 16 or sizes.n % 8 or _is_worth_turning(x.sfa):
-        _run_with_copies(x, sizes, reasons, plan.kernel)
+    reasons = copy_reasons(x, sizes)
+    if reasons or is_worth_turning(x.sfa):
+        num_sms = _budget(plan.kernel)
+        run_with_copies(x, sizes, reasons, plan.kernel, num_sms=num_sms, stats=_stats)
+        count_write((x.out,))
+        _state.path = "kernel with copies" if reasons else "kernel"
         return
     launch = plan.kernel.prepare(x.a, x.sfa, x.b, x.sfb, x.out, _budget(plan.kernel))
     _stats.add("prepared")
-    _remember(key, (ordinal, launch))
-    _run(ordinal, launch)
+    ready = _Ready(same_as(tensors), layout_of(tensors), ordinal, launch)
+    _remember(key, ready)
+    _run(ready, x.out)
 
 
 def _plan(ordinal: int, sizes: Sizes) -> Plan:
@@ -299,55 +352,13 @@ def _refer(x: Inputs, reason: str) -> None:
     _state.path = "reference"
 
 
-def _run_with_copies(x: Inputs, sizes: Sizes, reasons: dict[str, str], kernel: Kernel) -> None:
-    """Copies what the kernel can not read in place; all of it on the current stream."""
-    with torch.cuda.device(kernel.ordinal), torch.no_grad():
-        k = round_up(sizes.k, 16)
-        if sizes.k % 16:
-            reasons = reasons | dict.fromkeys("ab", f"K = {sizes.k}, not a multiple of 16")
-        a = _aligned(x.a, k) if "a" in reasons else x.a
-        b = _aligned(x.b, k) if "b" in reasons else x.b
-        sfa = get_col_major_tma_aligned_tensor(x.sfa) if _is_worth_turning(x.sfa) else x.sfa
-        out = x.out
-        if sizes.n % 8:
-            reasons["out"] = f"N = {sizes.n}, not a multiple of 8"
-        if "out" in reasons:
-            out = x.out.new_empty(sizes.m, round_up(sizes.n, 8))
-        launch = kernel.prepare(a, sfa, b, x.sfb, out, _budget(kernel))
-        launch.run(current_stream(kernel.ordinal))
-        if out is not x.out:
-            x.out.copy_(out[:, : sizes.n])
-    for name, reason in reasons.items():
-        _stats.add_reason("copies", f"{name}: {reason}")
-        _stats.warn_once(
-            f"copy {name} {reason}", f"kgen copies {name} for each such call, because of {reason}"
-        )
-    if sfa is not x.sfa:
-        _stats.add_reason("copies", "a_scales: row-major")
-    _state.path = "kernel with copies" if reasons else "kernel"
-
-
-def _aligned(matrix: torch.Tensor, k: int) -> torch.Tensor:
-    """A row-major copy with k columns; those past the matrix are zero and add nothing."""
-    copy = matrix.new_empty(matrix.shape[0], k)
-    copy[:, : matrix.shape[1]].copy_(matrix)
-    # Zero bytes are zero in E4M3; torch fills no float8 tensor on some versions.
-    copy[:, matrix.shape[1] :].view(torch.uint8).zero_()
-    return copy
-
-
-def _is_worth_turning(sfa: torch.Tensor) -> bool:
-    rows, blocks = sfa.shape
-    return rows > _MAX_DIRECT_M and blocks > 1 and sfa.stride(0) != 1
-
-
 def _budget(kernel: Kernel) -> int:
     return _Budget.num_sms if _Budget.num_sms < kernel.device.num_sms else 0
 
 
-def _remember(key: tuple[Any, ...], ready: tuple[int, Launch]) -> None:
+def _remember(key: tuple[Any, ...], ready: _Ready) -> None:
     with _lock:
-        while len(_prepared) >= _MAX_PREPARED:
+        while len(_prepared) >= _MAX_PREPARED and key not in _prepared:
             _prepared.pop(next(iter(_prepared)))
         _prepared[key] = ready
 
@@ -368,10 +379,6 @@ def _is_hopper(ordinal: int) -> bool:
     return torch.cuda.get_device_capability(ordinal) == (9, 0)
 
 
-def _current_device() -> int:
-    return int(torch._C._cuda_getDevice())  # 0.1 us
-
-
 def _device_sms() -> int:
     if not torch.cuda.is_available():
         return 0
@@ -388,3 +395,4 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+ops.register(gemm_fp8_nt)

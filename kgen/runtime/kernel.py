@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -29,6 +30,8 @@ _TAIL: Final = struct.Struct("<2Q4q4IQq")
 TORCH_D_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: Streams a launch remembers; programs use a few, and a forgotten one is only made again.
 _MAX_STREAMS: Final = 64
+#: Of cuLaunchKernelEx: configuration, function, parameter pointers, no extras.
+_Arguments = tuple[int, int, int, None]
 
 
 @dataclass(frozen=True)
@@ -141,14 +144,15 @@ class Launch:
     Holds addresses, not tensors: it stays right as long as the same memory holds the operands.
     """
 
-    __slots__ = ("_args", "_cluster", "_configs", "_grid", "_kernel", "_params", "_params_at")
+    __slots__ = ("_args", "_calls", "_cluster", "_grid", "_kernel", "_params", "_params_at")
 
     def __init__(self, kernel: Kernel, args: AlignedBuffer, grid: int) -> None:
         self._kernel, self._args, self._grid = kernel, args, grid
         self._params = (ctypes.c_void_p * 1)(args.address)
         self._params_at = ctypes.addressof(self._params)
         self._cluster = driver.cluster_attribute(kernel.config.cluster_size)
-        self._configs: dict[int, tuple[int, LaunchConfig]] = {}
+        #: By stream: the arguments of the driver's call, and what must live as long as them.
+        self._calls: dict[int, tuple[_Arguments, LaunchConfig]] = {}
 
     @property
     def grid(self) -> int:
@@ -167,12 +171,12 @@ class Launch:
         """
         if not self._grid:
             return
-        config = self._configs.get(stream) or self._configure(stream)
-        code = driver.launch()(config[0], self._kernel.function, self._params_at, None)
+        call = self._calls.get(stream) or self._configure(stream)
+        code = driver.launch()(*call[0])
         if code:
-            self._retry(code, config[0])
+            self._retry(code, call[0])
 
-    def _configure(self, stream: int) -> tuple[int, LaunchConfig]:
+    def _configure(self, stream: int) -> tuple[_Arguments, LaunchConfig]:
         # One for each stream, never changed afterwards: two threads may launch at once.
         kernel = self._kernel
         config = LaunchConfig()
@@ -182,17 +186,18 @@ class Launch:
         config.stream = stream
         if kernel.config.cluster_size > 1:
             config.attributes, config.num_attributes = ctypes.addressof(self._cluster), 1
-        if len(self._configs) >= _MAX_STREAMS:
-            self._configs.clear()
-        entry = self._configs[stream] = (ctypes.addressof(config), config)
+        if len(self._calls) >= _MAX_STREAMS:
+            self._calls.clear()
+        arguments = (ctypes.addressof(config), kernel.function, self._params_at, None)
+        entry = self._calls[stream] = (arguments, config)
         return entry
 
-    def _retry(self, code: int, config: int) -> None:
+    def _retry(self, code: int, arguments: _Arguments) -> None:
         # A thread that never touched CUDA has no current context; torch sets it lazily.
         kernel = self._kernel
         if code in (driver.INVALID_CONTEXT, driver.INVALID_HANDLE):
             with driver.current_device(kernel.ordinal):
-                code = driver.launch()(config, kernel.function, self._params_at, None)
+                code = driver.launch()(*arguments)
         if code:
             shape = f"grid {self._grid}, {kernel.resources.threads} threads"
             driver.raise_for(code, f"launch of {kernel.entry} [{kernel.config}], {shape}")
@@ -293,10 +298,17 @@ class Kernel:
         driver.unload(self._module, self.ordinal)
 
 
-def current_stream(ordinal: int) -> int:
-    """The raw handle of torch's current stream on a device."""
-    # 0.1 us; torch.cuda.current_stream() makes a Stream object and takes 4.4.
-    return int(torch._C._cuda_getCurrentRawStream(ordinal))
+def _no_stream(ordinal: int) -> int:
+    raise DriverError(f"cuda:{ordinal} has no streams in a torch built without CUDA")
+
+
+#: current_device(): the ordinal that torch launches on. 0.1 us.
+current_device: Final[Callable[[], int]] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+#: current_stream(ordinal): the raw handle of torch's current stream on a device. 0.1 us;
+#: torch.cuda.current_stream() makes a Stream object and takes 4.4.
+current_stream: Final[Callable[[int], int]] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", _no_stream
+)
 
 
 def _load_message(error: DriverError, made_by: str, ordinal: int) -> str:

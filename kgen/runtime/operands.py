@@ -42,7 +42,11 @@ class Inputs:
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The callers' names and the tensors."""
         names = ("a", "a_scales", "b", "b_scales", "out")
-        return zip(names, (self.a, self.sfa, self.b, self.sfb, self.out), strict=True)
+        return zip(names, self.tensors(), strict=True)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors, in order."""
+        return self.a, self.sfa, self.b, self.sfb, self.out
 
 
 def unpack(lhs: Any, rhs: Any, out: Any) -> Inputs:
@@ -80,7 +84,7 @@ def check(x: Inputs) -> Sizes:
     return sizes
 
 
-def copy_reasons(x: Inputs) -> dict[str, str]:
+def unfit_matrices(x: Inputs) -> dict[str, str]:
     """Name of each matrix that the kernel can not use in place, with the reason.
 
     Scales are never among them: the kernel reads those through their strides.

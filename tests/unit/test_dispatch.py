@@ -23,6 +23,7 @@ from kgen.errors import (
     UnsupportedInput,
 )
 from kgen.problem import GemmProblem, ceil_div
+from kgen.runtime import copies as copying
 from kgen.runtime import dispatch, driver, gemm
 from kgen.runtime.dispatch import Dispatcher
 from kgen.runtime.lookup import Winner
@@ -85,8 +86,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(driver, "_api", lambda: world.fake)
     monkeypatch.setattr(gemm, "_stats", world.stats)
     monkeypatch.setattr(gemm, "_hopper_ordinal", lambda device: 0)
-    monkeypatch.setattr(gemm, "_current_device", lambda: world.current)
-    monkeypatch.setattr(gemm, "current_stream", lambda ordinal: 7000 + ordinal)
+    monkeypatch.setattr(gemm, "current_device", lambda: world.current)
+    for module in (gemm, copying):
+        monkeypatch.setattr(module, "current_stream", lambda ordinal: 7000 + ordinal)
     monkeypatch.setattr(torch.cuda, "device", lambda ordinal: nullcontext())
     monkeypatch.setattr(gemm, "StoredBuilder", lambda settings: world.builder)
     monkeypatch.setattr(dispatch, "read_winners", world.read_winners)
@@ -446,7 +448,7 @@ def test_any_k_is_served(world: World) -> None:
 
 
 def test_a_padded_copy_ends_in_zeros() -> None:
-    copy = gemm._aligned(e4m3(3, 20), 32)
+    copy = copying._aligned(e4m3(3, 20), 32)
     assert (copy[:, :20].float() == 1).all()
     assert (copy[:, 20:].float() == 0).all()
 

@@ -32,8 +32,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cache.artifacts",
         "cache.liveness cache.sqlite cache.rows cache.schema cache.connect cache.db",
         "runtime.driver runtime.tma runtime.kernel",
-        "runtime.operands",
+        "runtime.operands runtime.ops",
         "runtime.stats runtime.record",
+        "runtime.guard",
     ),
     ("build", "verify", "runtime.lookup"),
     (
@@ -45,7 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "search.plan search.gpu_worker search.compile_pool search.builder search.gpu_body "
         "search.gpu_backend search.run search.session search.offline search.campaign search.tune",
-        "runtime.counting runtime.dispatch runtime.gemm",
+        "runtime.counting runtime.dispatch runtime.copies runtime.gemm",
     ),
     ("bench",),  # nn, compat, serve: to come
     (
@@ -73,6 +74,9 @@ THIRD_PARTY: dict[str, set[str]] = {
     "search.strategy": {"optuna"},
     "search.gpu_body": {"torch"},
     "runtime.operands": {"torch"},
+    "runtime.ops": {"torch"},
+    "runtime.copies": {"torch"},
+    "runtime.guard": {"torch"},
     "runtime.dispatch": {"torch"},
     "runtime.gemm": {"torch"},
     "bench": {"torch"},

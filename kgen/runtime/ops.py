@@ -1,0 +1,177 @@
+"""kgen's operations as PyTorch operators, `torch.ops.kgen.*`, for torch.compile, export and fx.
+
+    gemm_fp8_nt(a, a_scales, b, b_scales, Tensor(a!) out) -> ()
+    mm_fp8_nt(a, a_scales, b, b_scales, ScalarType out_dtype) -> Tensor
+    per_token_cast_to_fp8(x) -> (Tensor, Tensor)
+    per_block_cast_to_fp8(x) -> (Tensor, Tensor)
+    get_col_major_tma_aligned_tensor(x) -> Tensor, always a copy
+
+Shapes and types as in the functions of the same names in `kgen.runtime.gemm` and `kgen.quant`.
+Takes the function that runs a GEMM; gives the operators, with stand-in implementations in which
+every size may be symbolic. Imports torch, quant and operands; touches no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from kgen import quant
+from kgen.errors import UnsupportedInput
+from kgen.problem import SCALE_BLOCK, ceil_div
+from kgen.quant import E4M3
+from kgen.runtime.operands import D_DTYPES, Inputs
+
+Tensor = torch.Tensor
+Pair = tuple[Tensor, Tensor]
+Gemm = Callable[[Pair, Pair, Tensor], None]
+
+_OPERANDS: Final = "Tensor a, Tensor a_scales, Tensor b, Tensor b_scales"
+_SCHEMAS: Final = {
+    "gemm_fp8_nt": f"({_OPERANDS}, Tensor(a!) out) -> ()",
+    "mm_fp8_nt": f"({_OPERANDS}, ScalarType out_dtype) -> Tensor",
+    "per_token_cast_to_fp8": "(Tensor x) -> (Tensor, Tensor)",
+    "per_block_cast_to_fp8": "(Tensor x) -> (Tensor, Tensor)",
+    "get_col_major_tma_aligned_tensor": "(Tensor x) -> Tensor",
+}
+#: Keeps the registrations alive, also if this module is loaded again: they end with their Library.
+_libraries: list[torch.library.Library] = globals().get("_libraries", [])
+
+
+def register(gemm: Gemm) -> None:
+    """Define the operators, once a process; `gemm((a, a_scales), (b, b_scales), out)` runs one."""
+    if hasattr(torch.ops.kgen, "gemm_fp8_nt"):
+        return
+    library: Any = torch.library.Library("kgen", "FRAGMENT")  # type: ignore[no-untyped-call]
+    _libraries.append(library)
+    kernels: dict[str, Callable[..., Any]] = {
+        "gemm_fp8_nt": lambda a, sfa, b, sfb, out: gemm((a, sfa), (b, sfb), out),
+        "mm_fp8_nt": _allocating(gemm),
+        "per_token_cast_to_fp8": quant.per_token_cast_to_fp8,
+        "per_block_cast_to_fp8": quant.per_block_cast_to_fp8,
+        "get_col_major_tma_aligned_tensor": quant.col_major_tma_aligned_copy,
+    }
+    for name, schema in _SCHEMAS.items():
+        library.define(name + schema)
+        for key in ("CPU", "CUDA"):
+            library.impl(name, kernels[name], key)
+        library.impl(name, _without_gradient(name), "Autograd")
+        torch.library.register_fake(f"kgen::{name}", _FAKES[name], lib=library)
+
+
+def call_gemm(x: Inputs) -> None:
+    """The GEMM through its operator, for tensors that stand for others."""
+    torch.ops.kgen.gemm_fp8_nt(x.a, x.sfa, x.b, x.sfb, x.out)
+
+
+def stand_for_others(x: Inputs) -> bool:
+    """Whether PyTorch must see the call: a tracer's tensors, or subclasses that wrap tensors."""
+    return any(_stands_for_another(tensor) for tensor in x.tensors())
+
+
+def _stands_for_another(x: Tensor) -> bool:
+    return type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def get_col_major_tma_aligned_tensor(x: Tensor) -> Tensor:
+    """`kgen.quant.get_col_major_tma_aligned_tensor`, its operator where PyTorch traces.
+
+    There the copy is always made: a compiler knows no addresses.
+    """
+    if torch.compiler.is_compiling() or (isinstance(x, Tensor) and _stands_for_another(x)):
+        copy: Tensor = torch.ops.kgen.get_col_major_tma_aligned_tensor(x)
+        return copy
+    return quant.get_col_major_tma_aligned_tensor(x)
+
+
+def refuse_gradient(name: str, tensors: tuple[Any, ...]) -> None:
+    """Raise UnsupportedInput where autograd would expect a gradient of an operation with none."""
+    if not torch.is_grad_enabled():
+        return
+    if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
+        raise UnsupportedInput(
+            f"{name} has no gradient, and a tensor given to it requires one: pass x.detach(), call "
+            "it under torch.no_grad(), or inside a torch.autograd.Function with a backward of its "
+            "own"
+        )
+
+
+def _allocating(gemm: Gemm) -> Callable[..., Tensor]:
+    def mm_fp8_nt(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, out_dtype: torch.dtype) -> Tensor:
+        out = a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+        gemm((a, sfa), (b, sfb), out)
+        return out
+
+    return mm_fp8_nt
+
+
+def _without_gradient(name: str) -> Callable[..., Any]:
+    """The operator's kernel for autograd: refuses what requires a gradient, passes on the rest."""
+
+    def below_autograd(*args: Any) -> Any:
+        refuse_gradient(f"kgen::{name}", args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(torch.ops.kgen, name).default(*args)
+
+    return below_autograd
+
+
+# ---------------------------------------------------------------------------- stand-ins
+
+
+def _fake_gemm(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, out: Tensor) -> None:
+    _check_operands(a, sfa, b, sfb)
+    _check(out.dim() == 2 and out.dtype in D_DTYPES, "out", out, "BF16, FP16 or FP32 [M, N]")
+    fits = out.shape[0] == a.shape[0] and out.shape[1] == b.shape[0]
+    _check(fits, "out", out, f"[{a.shape[0]}, {b.shape[0]}]")
+
+
+def _fake_mm(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, out_dtype: torch.dtype) -> Tensor:
+    _check_operands(a, sfa, b, sfb)
+    if out_dtype not in D_DTYPES:
+        raise UnsupportedInput(f"out_dtype={out_dtype}: expected bfloat16, float16 or float32")
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+def _fake_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
+    _check(x.dim() == 2 and x.dtype in D_DTYPES, "x", x, "BF16, FP16 or FP32 [M, K]")
+    m, k = x.shape
+    scales = x.new_empty(m, ceil_div(k, SCALE_BLOCK), dtype=torch.float32)
+    return x.new_empty(m, k, dtype=E4M3), scales
+
+
+def _fake_per_block(x: Tensor) -> tuple[Tensor, Tensor]:
+    _check(x.dim() == 2 and x.dtype in D_DTYPES, "x", x, "BF16, FP16 or FP32 [N, K]")
+    n, k = x.shape
+    blocks = (ceil_div(n, SCALE_BLOCK), ceil_div(k, SCALE_BLOCK))
+    return x.new_empty(n, k, dtype=E4M3), x.new_empty(blocks, dtype=torch.float32)
+
+
+def _check_operands(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor) -> None:
+    for name, tensor in (("a", a), ("b", b)):
+        _check(tensor.dim() == 2 and tensor.dtype == E4M3, name, tensor, "float8_e4m3fn [rows, K]")
+    _check(b.shape[1] == a.shape[1], "b", b, f"[N, {a.shape[1]}], as a is {list(a.shape)}")
+    for name, scales in (("a_scales", sfa), ("b_scales", sfb)):
+        good = scales.dim() == 2 and scales.dtype == torch.float32
+        _check(good, name, scales, "float32 with two dimensions")
+
+
+def _check(good: Any, name: str, tensor: Tensor, expected: str) -> None:
+    # What is compared may be symbolic: asking becomes a guard of the compiled code.
+    if not good:
+        raise UnsupportedInput(
+            f"{name} is {tensor.dtype}{list(tensor.shape)}: expected {expected}".replace(
+                "torch.", ""
+            )
+        )
+
+
+_FAKES: Final[dict[str, Callable[..., Any]]] = {
+    "gemm_fp8_nt": _fake_gemm,
+    "mm_fp8_nt": _fake_mm,
+    "per_token_cast_to_fp8": _fake_per_token,
+    "per_block_cast_to_fp8": _fake_per_block,
+    "get_col_major_tma_aligned_tensor": quant.empty_col_major,
+}
