@@ -17,6 +17,7 @@ from kgen.errors import KgenError, ShapesError, UsageError
 from kgen.model_shapes import DEFAULT_TOKENS, LM_HEADS, Split, model_shapes
 from kgen.settings import Settings
 from kgen.shape_writer import FORMS, form_of, save, to_text
+from kgen.shapes import MAX_PROBLEMS, parse_line
 
 if TYPE_CHECKING:
     from kgen.problem import GemmProblem
@@ -144,6 +145,8 @@ def _from_config(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.from_config}: {error}") from None
     for text in [*found.notes, *found.left_out]:
         note(text)
+    if len(found.lines) > MAX_PROBLEMS:
+        raise UsageError(f"{len(found.lines)} problems, at most {MAX_PROBLEMS}: fewer --tokens")
     if not found.lines:
         raise UsageError(f"{args.from_config}: no layer that kgen can compute")
     write(args, found.lines, found.layers, _header(args, split))
@@ -151,8 +154,6 @@ def _from_config(args: argparse.Namespace) -> int:
 
 
 def _rows(text: str) -> tuple[int, ...]:
-    from kgen.shapes import parse_line
-
     try:
         lines = parse_line(f"dense m={text} n=8 k=16", "--tokens")
     except ShapesError as error:

@@ -28,13 +28,15 @@ from kgen.problem import GemmProblem
 from kgen.runtime.stats import KgenWarning
 from kgen.settings import absolute_path, recordings
 from kgen.shape_writer import form_of, save, to_text
-from kgen.shapes import ShapeLine, load_shapes
+from kgen.shapes import MAX_PROBLEMS, ShapeLine, load_shapes
 
 SAVE_EVERY_S: Final = 30.0
 #: Longest wait for other processes that write into the same folder.
 LOCK_WAIT_S: Final = 5.0
 #: Stands for the process's id in the name of a file.
 PID: Final = "{pid}"
+#: Problems that a process counts; a file of shapes holds twice as many.
+MAX_COUNTED: Final = MAX_PROBLEMS // 2
 
 
 @dataclass
@@ -74,11 +76,16 @@ class Recorder:
         if not self.is_on:
             return None
         with self._lock:
+            if problem not in self._cells:
+                if len(self._cells) >= MAX_COUNTED:
+                    self._warn("many", f"kgen records {MAX_COUNTED} problems and no more")
+                    return None
+                self._cells[problem] = [0]
             if guessed:
                 self._guessed.add(problem)
             if not self._started:
                 self._start()
-            return self._cells.setdefault(problem, [0])
+            return self._cells[problem]
 
     def save(self) -> None:
         """Add to the files what was counted since the last time. Never raises: warns once."""
@@ -87,7 +94,7 @@ class Recorder:
                 try:
                     self._save(sink)
                 except (OSError, ShapesError) as error:
-                    self._warn(sink, error)
+                    self._warn_of(sink, error)
 
     def reopen(self) -> None:
         """Save, and look up what is asked for when the next call comes."""
@@ -121,7 +128,7 @@ class Recorder:
         try:
             sink.path = absolute_path(str(sink.path), sink.variable)  # the program may go elsewhere
         except UsageError as error:
-            self._warn(sink, error)
+            self._warn_of(sink, error)
             return False
         return True
 
@@ -146,10 +153,12 @@ class Recorder:
             add_to(path_of(sink.path), new)
             sink.saved.update(now)
 
-    def _warn(self, sink: _Sink, error: Exception) -> None:
-        if sink.variable not in self._warned:
-            self._warned.add(sink.variable)
-            message = f"{sink.variable}={sink.path} can not be kept: {error}"
+    def _warn_of(self, sink: _Sink, error: Exception) -> None:
+        self._warn(sink.variable, f"{sink.variable}={sink.path} can not be kept: {error}")
+
+    def _warn(self, key: str, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
             warnings.warn(message, KgenWarning, stacklevel=2)
 
 

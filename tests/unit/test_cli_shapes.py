@@ -95,6 +95,7 @@ def test_converting_merges_and_checks(tmp_path: Path, capsys: Capture) -> None:
         (("deepseek_v3", "--lm-head", "none"), "--lm-head goes with --from-config"),
         (("--from-config", "CONFIG", "--tokens", "many"), "--tokens: m='many'"),
         (("--from-config", "CONFIG", "--tokens", "0"), "--tokens: m=0"),
+        (("--from-config", "CONFIG", "--tokens", "1..20000+1"), "problems, at most 100000: fewer"),
         (
             ("--from-config", "CONFIG", "--tp", "7"),
             "num_attention_heads=128 is not a multiple of 7",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -490,6 +491,40 @@ def test_absurd_numbers_end_soon() -> None:
     with pytest.raises(UsageError, match="num_hidden_layers is"):
         shapes(DEEPSEEK_V3 | {"num_hidden_layers": 10**15})
     assert shapes(LLAMA_70B | {"hidden_size": 2**40}).left_out
+
+
+def test_whatever_a_config_says_only_usage_errors_come() -> None:
+    known = [DEEPSEEK_V3, QWEN3_235B, QWEN2_57B, GLM_4_9B, GPT_OSS_120B, LLAMA_4_MAVERICK]
+    more = ["moe_layer_freq", "mlp_only_layers", "layer_types", "quantization_config", "moe_layers"]
+    more += ["text_config", "interleave_moe_layer_step", "head_dim", "kv_lora_rank"]
+    junk: list[Any] = [
+        None,
+        0,
+        -1,
+        7,
+        2**31,
+        10**30,
+        1.5,
+        "x",
+        True,
+        [],
+        [1],
+        {},
+        {"hidden_size": []},
+    ]
+    random = Random(1)
+    read = 0
+    for _ in range(1000):
+        fields = dict(random.choice(known))
+        for _ in range(random.randint(1, 3)):
+            fields[random.choice([*fields, *more])] = random.choice(junk)
+        try:
+            found = shapes(fields, tp=random.choice([1, 2, 3, 8]), ep=random.choice([1, 8]))
+        except UsageError:
+            continue
+        read += 1
+        assert set(found.layers) == {line.problem for line in found.lines}
+    assert read > 100
 
 
 def test_default_tokens_are_a_list_of_the_grammar() -> None:

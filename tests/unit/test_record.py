@@ -88,6 +88,7 @@ def test_calls_are_counted_by_problem(world: World, recorder: Recorder, tmp_path
     assert len(world.fake.launches) == 7
 
 
+@pytest.mark.filterwarnings("ignore:kgen copies")
 def test_calls_with_copies_and_by_the_reference_count_too(
     world: World, recorder: Recorder, tmp_path: Path
 ) -> None:
@@ -241,6 +242,18 @@ def test_a_folder_that_others_hold_is_tried_again_later(
     assert not (tmp_path / "all.txt").exists()
     recorder.save()
     assert kept(tmp_path / "all.txt") == {str(P64): 1}
+
+
+def test_problems_beyond_the_limit_are_said_and_not_counted(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "MAX_COUNTED", 1)
+    count(recorder, P64)
+    with pytest.warns(KgenWarning, match="1 problems and no more"):
+        assert recorder.cell(P32, guessed=True) is None
+    count(recorder, P64, guessed=True)
+    recorder.save()
+    assert kept(tmp_path / "all.txt") == kept(tmp_path / "misses.txt") == {str(P64): 2}
 
 
 def test_a_name_that_is_no_path_is_said_and_nothing_recorded(
