@@ -11,7 +11,7 @@ import ast
 import importlib.util
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import redirect_stdout
 from importlib.machinery import (
     EXTENSION_SUFFIXES,
@@ -46,11 +46,11 @@ def package_in(folder: Path) -> Path:
     return found[0]
 
 
-def import_as(folder: Path, alias: str, own_name: str = "") -> ModuleType:
+def import_as(folder: Path, alias: str, also: str = "") -> ModuleType:
     """Import the package in `folder` as the module `alias`; a second call gives the same module.
 
-    `own_name` is how the package calls itself (default: its folder's name). Raises UsageError for
-    a folder without a package or an alias in use, and whatever the package raises itself.
+    The package may call itself by its folder's name, and by `also`. Raises UsageError for a folder
+    without a package or an alias in use, and whatever the package raises itself.
     """
     package = package_in(folder).resolve()
     loaded = sys.modules.get(alias)
@@ -58,7 +58,7 @@ def import_as(folder: Path, alias: str, own_name: str = "") -> ModuleType:
         if getattr(loaded, "__file__", None) == str(package / _INIT):
             return loaded
         raise UsageError(f"{alias}: a module of that name is loaded already, from elsewhere")
-    finder = _Finder(alias, own_name or package.name)
+    finder = _Finder(alias, {package.name, also} - {""})
     spec = finder.package_spec(package)
     module = importlib.util.module_from_spec(spec)
     sys.meta_path.insert(0, finder)
@@ -78,13 +78,13 @@ def import_as(folder: Path, alias: str, own_name: str = "") -> ModuleType:
 class _Finder:
     """Finds the modules below one alias; stays in `sys.meta_path` for imports made later."""
 
-    def __init__(self, alias: str, own_name: str) -> None:
-        self._alias, self._own_name = alias, own_name
+    def __init__(self, alias: str, own_names: Set[str]) -> None:
+        self._alias, self._own_names = alias, own_names
 
     def package_spec(self, package: Path) -> ModuleSpec:
         """The spec of the package itself."""
         path = str(package / _INIT)
-        loader = _Loader(self._alias, path, self._own_name, self._alias)
+        loader = self._loader(self._alias, path)
         spec = importlib.util.spec_from_file_location(
             self._alias, path, loader=loader, submodule_search_locations=[str(package)]
         )
@@ -108,15 +108,15 @@ class _Finder:
         return None
 
     def _loader(self, name: str, path: str) -> _Loader:
-        return _Loader(name, path, self._own_name, self._alias)
+        return _Loader(name, path, _Renamed(self._own_names, self._alias))
 
 
 class _Loader(SourceFileLoader):
     """Compiles a file of the package with its imports of itself renamed."""
 
-    def __init__(self, name: str, path: str, own_name: str, alias: str) -> None:
+    def __init__(self, name: str, path: str, renamed: _Renamed) -> None:
         super().__init__(name, path)
-        self._renamed = _Renamed(own_name, alias)
+        self._renamed = renamed
 
     def get_code(self, fullname: str) -> CodeType:
         """Not from, and not into, the byte code that an ordinary import of this file uses."""
@@ -127,16 +127,17 @@ class _Loader(SourceFileLoader):
 
 
 class _Renamed(ast.NodeTransformer):
-    """Turns `own_name` to `alias` in absolute imports, wherever in a file they stand."""
+    """Turns own names to `alias` in absolute imports, wherever in a file they stand."""
 
-    def __init__(self, own_name: str, alias: str) -> None:
-        self._own_name, self._alias = own_name, alias
+    def __init__(self, own_names: Set[str], alias: str) -> None:
+        self._own_names, self._alias = own_names, alias
 
-    def _is_own(self, name: str | None) -> bool:
-        return f"{name}.".startswith(f"{self._own_name}.")
+    def _is_own(self, name: str) -> bool:
+        return name.partition(".")[0] in self._own_names
 
     def _new(self, name: str) -> str:
-        return self._alias + name.removeprefix(self._own_name)
+        _, dot, rest = name.partition(".")
+        return f"{self._alias}{dot}{rest}"
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
         """`from own.x import y`."""
@@ -152,8 +153,9 @@ class _Renamed(ast.NodeTransformer):
             if self._is_own(each.name):
                 name.name = self._new(each.name)
                 if not each.asname:
-                    new.append(ast.Import([ast.alias(self._alias, self._own_name)]))
-                    if "." not in each.name:
+                    own_name, dot, _ = each.name.partition(".")
+                    new.append(ast.Import([ast.alias(self._alias, own_name)]))
+                    if not dot:
                         continue
                     # The plain form binds the alias' first part as well: a name nobody looks at.
             new.append(ast.Import([name]))

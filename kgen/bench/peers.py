@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ import torch
 from kgen.bench.against import Against
 from kgen.bench.package import import_as
 from kgen.bench.providers import Provider, Ready, TorchBlockwise, TorchTensorwise
+from kgen.bench.summary import ROW_MAJOR
 from kgen.cases import Case, Launch, column_major
 from kgen.errors import KgenError
 from kgen.verify import verify_peer
@@ -32,7 +33,7 @@ class FunctionPeer:
     """A function that writes D in place, given contiguous operands and TMA-aligned scales.
 
     It sees A's scales with rows contiguous and their pitch the least multiple of 4, so that no
-    library has to convert them inside its time.
+    library has to convert them inside its time; with `row_major` each call makes that layout first.
     """
 
     name: str
@@ -40,6 +41,11 @@ class FunctionPeer:
     d_dtypes: frozenset[str] = frozenset({"bf16"})
     details: dict[str, Any] = field(default_factory=dict)
     reference_only: bool = False
+    row_major: bool = False
+
+    def from_row_major(self) -> FunctionPeer:
+        """The same, from row-major scales, under a name that says so."""
+        return replace(self, name=self.name + ROW_MAJOR, row_major=True)
 
     def ready(self, case: Case) -> Ready:
         """As in Provider; whatever the function raises becomes a RuntimeError with its name."""
@@ -66,17 +72,28 @@ class FunctionPeer:
 
     def _bind(self, *tensors: torch.Tensor) -> Callable[[], None]:
         a, sfa, b, sfb, d = tensors
-        aligned = column_major(sfa)
-        return lambda: self.function(a, aligned, b, sfb, d)
+        aligned, given = column_major(sfa), sfa.contiguous()
+
+        def call() -> None:
+            if self.row_major:
+                aligned.copy_(given)
+            self.function(a, aligned, b, sfb, d)
+
+        return call
 
 
-def providers_against(asked: Sequence[Against]) -> tuple[list[Provider], dict[str, str]]:
-    """Providers for what can be had, and the reason for each peer that can not."""
+def providers_against(
+    asked: Sequence[Against], row_major: bool = False
+) -> tuple[list[Provider], dict[str, str]]:
+    """Providers for what can be had, and the reason for each peer that can not.
+
+    With `row_major` each that takes A's scales comes a second time, from row-major ones.
+    """
     found: list[Provider] = []
     missing: dict[str, str] = {}
     for one in asked:
         try:
-            found += _providers(one)
+            found += _providers(one, row_major)
         # A package's own import may fail in any way, down to a loader's complaint.
         except (Exception, SystemExit) as error:
             missing[one.name] = str(error) if isinstance(error, KgenError) else _words(error)
@@ -84,14 +101,17 @@ def providers_against(asked: Sequence[Against]) -> tuple[list[Provider], dict[st
     return found, missing
 
 
-def _providers(asked: Against) -> list[Provider]:
+def _providers(asked: Against, row_major: bool) -> list[Provider]:
+    if asked.name == "torch":
+        blockwise = [TorchBlockwise(), *([TorchBlockwise(row_major=True)] if row_major else [])]
+        return [*blockwise, TorchTensorwise()]
     if asked.folder is not None:
-        return [package_peer(asked.name, import_as(asked.folder, asked.alias, OWN_NAME))]
-    if asked.name == "triton":
+        peer = package_peer(asked.name, import_as(asked.folder, asked.alias, OWN_NAME))
+    else:
         from kgen.bench.triton_gemm import gemm
 
-        return [FunctionPeer("triton", gemm)]
-    return [TorchBlockwise(), TorchTensorwise()]
+        peer = FunctionPeer("triton", gemm)
+    return [peer, peer.from_row_major()] if row_major else [peer]
 
 
 def package_peer(name: str, module: ModuleType) -> FunctionPeer:

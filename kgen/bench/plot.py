@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from kgen.bench.summary import KGEN, Row, over_floor
+from kgen.bench.summary import KGEN, ROW_MAJOR, Row, over_floor
 from kgen.errors import KgenError, UsageError
 
 FORMATS: Final = (".png", ".svg")
@@ -49,7 +49,8 @@ def plot(report: dict[str, Any], path: Path) -> list[Path]:
         figsize=(max(6.0, 2.0 + 0.24 * len(rows)), 5.0), layout="constrained"
     )
     axes = figure.add_subplot()
-    for marker, name in zip(_cycled(len(report["providers"])), report["providers"], strict=True):
+    names = [name for name in report["providers"] if not name.endswith(ROW_MAJOR)]
+    for marker, name in zip(_cycled(len(names)), names, strict=True):
         _draw(axes, rows, name, marker, report)
     _label(axes, rows, report)
     for file in files:

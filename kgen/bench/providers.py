@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from kgen.bench.summary import KGEN, ROW_MAJOR
 from kgen.cases import Case
 from kgen.errors import LaunchError
 from kgen.measure import Call
@@ -49,11 +50,12 @@ class Provider(Protocol):
 class Kgen:
     """What the runtime would launch for the problem: the database's winner or the default."""
 
-    name = "kgen"
     reference_only = False
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, dispatcher: Dispatcher, row_major: bool = False) -> None:
+        """`row_major` scales of A are read as they are: kernels take both layouts."""
+        self._dispatcher, self._row_major = dispatcher, row_major
+        self.name = KGEN + ROW_MAJOR * row_major
 
     def ready(self, case: Case) -> Ready:
         """Raises LaunchError where the runtime would fall back to the reference."""
@@ -69,7 +71,7 @@ class Kgen:
         verified = verify(launch, case, any_nk=choice.config.baked_dims == "none")
         m, n = case.problem.m, case.problem.n
         d = torch.empty(m, n, dtype=case.d_dtype, device=case.device)
-        tensors = (*case.inputs(m), d)
+        tensors = (*case.inputs(m, self._row_major), d)
         prepared = kernel.prepare(*tensors, num_sms)
         ordinal = self._dispatcher.ordinal
 
@@ -88,8 +90,12 @@ class Kgen:
 class TorchBlockwise:
     """torch._scaled_mm with the problem's own scales: 1x128 for A, 128x128 for B (cuBLASLt)."""
 
-    name = "torch blockwise"
     reference_only = False
+
+    def __init__(self, row_major: bool = False) -> None:
+        """From `row_major` scales of A each call converts them first."""
+        self._row_major = row_major
+        self.name = "torch blockwise" + ROW_MAJOR * row_major
 
     def ready(self, case: Case) -> Ready:
         """Raises RuntimeError for what cuBLASLt refuses, such as M = 1."""
@@ -106,7 +112,14 @@ class TorchBlockwise:
         a, sfa, b, sfb = tensors[:4]
         # torch wants A's scales with M contiguous and no padding, B's with K contiguous.
         scale_a, scale_b = sfa.t().contiguous().t(), sfb.t()
-        return lambda: torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype)
+        given = sfa.contiguous()
+
+        def call() -> torch.Tensor:
+            if self._row_major:
+                scale_a.copy_(given)
+            return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype)
+
+        return call
 
 
 class TorchTensorwise:

@@ -21,7 +21,7 @@ from kgen.bench.against import parse_against
 from kgen.bench.floor import Bound, Floor, measure_floor
 from kgen.bench.peers import providers_against
 from kgen.bench.providers import Kgen, Provider, Ready
-from kgen.bench.summary import KGEN, best_peer, peers_of, summarise
+from kgen.bench.summary import KGEN, best_peer, own_name, peers_of, summarise
 from kgen.cases import Case
 from kgen.device import Device
 from kgen.errors import DriverError, GpuMissing, KgenError
@@ -53,9 +53,10 @@ class Row:
 
     def speedup(self, over: str) -> float | None:
         """The other's time over kgen's: above 1 where kgen is faster; None without both."""
-        if KGEN not in self.timings or over not in self.timings:
+        own = own_name(over)
+        if own not in self.timings or over not in self.timings:
             return None
-        return self.timings[over].median_us / self.timings[KGEN].median_us
+        return self.timings[over].median_us / self.timings[own].median_us
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, one entry per provider."""
@@ -121,6 +122,7 @@ def run_bench(
     *,
     against: Sequence[str] = (),
     floor: bool = False,
+    row_major: bool = False,
     policy: str = DEFAULT_POLICY,
     command: str = "",
     commit: str = "",
@@ -129,20 +131,20 @@ def run_bench(
 ) -> BenchReport:
     """Time kgen and the peers of `against` (as in `parse_against`) on `cuda:0`.
 
-    `floor` measures the device's limits first. `command` and `commit` go into the report (default:
-    the commit git tells). `on_row` gets each row as it is done, `on_missing` a peer that can not be
-    had. Raises UsageError for words of `against`, GpuMissing without a Hopper GPU, DriverError when
-    the context is lost, and what `measure_floor` raises.
+    `floor` measures the device's limits first; `row_major` times everybody also from row-major
+    scales of A, under a name of its own, any conversion included. `command` and `commit` go into
+    the report (default: the commit git tells). `on_row` gets each row as it is done, `on_missing` a
+    peer that can not be had. Raises UsageError for words of `against`, GpuMissing without a Hopper
+    GPU, DriverError when the context is lost, and what `measure_floor` raises.
     """
     asked = parse_against(against)
     device = _hopper()
-    providers: list[Provider] = [
-        Kgen(Dispatcher(0, StoredBuilder(settings), settings.db_url, Stats()))
-    ]
-    peers, missing = providers_against(asked)
+    dispatcher = Dispatcher(0, StoredBuilder(settings), settings.db_url, Stats())
+    providers: list[Provider] = [Kgen(dispatcher)]
+    peers, missing = providers_against(asked, row_major)
     for name, reason in missing.items():
         on_missing(name, reason)
-    providers += peers
+    providers += [Kgen(dispatcher, row_major=True), *peers] if row_major else peers
     chosen = policy_named(policy)
     limits = _floor(problems, settings, chosen, device) if floor else None
     rows = []

@@ -17,6 +17,8 @@ from math import comb, exp, log
 from typing import Any, Final, NamedTuple
 
 KGEN: Final = "kgen"
+#: Ends the names of those that were given A's scales row-major, conversion inside their time.
+ROW_MAJOR: Final = " row-major"
 #: Coverage that an interval has at least.
 COVERAGE: Final = 0.95
 METHOD: Final = "exact binomial interval of the median of paired ratios"
@@ -77,15 +79,27 @@ def median_us(row: Row, name: str) -> float | None:
     return value
 
 
+def own_name(name: str) -> str:
+    """As what kgen stands against a provider: given scales in the same layout as that one.
+
+    Against kgen with row-major scales kgen itself stands: the price of the layout.
+    """
+    row_major = name.endswith(ROW_MAJOR) and name != KGEN + ROW_MAJOR
+    return KGEN + ROW_MAJOR if row_major else KGEN
+
+
 def speedup(row: Row, name: str) -> float | None:
     """The other's time over kgen's; None where one of them has none."""
-    own, other = median_us(row, KGEN), median_us(row, name)
+    own, other = median_us(row, own_name(name)), median_us(row, name)
     return other / own if own and other else None
 
 
 def peers_of(report: dict[str, Any]) -> list[str]:
     """The providers that solve the same problem as kgen, in the report's order."""
-    return [name for name in report["providers"] if name not in (KGEN, *report["reference_only"])]
+    others = (KGEN, *report["reference_only"])
+    return [
+        name for name in report["providers"] if name not in others and not name.endswith(ROW_MAJOR)
+    ]
 
 
 def best_peer(row: Row, peers: Iterable[str]) -> Best | None:
@@ -105,7 +119,9 @@ def over_floor(row: Row, name: str = KGEN) -> float | None:
 
 def interval(row: Row, name: str) -> Interval | None:
     """Bounds of the median of the other's time over kgen's; None for too few paired rounds."""
-    samples = [row["providers"].get(each, {}).get("samples_us", ()) for each in (name, KGEN)]
+    samples = [
+        row["providers"].get(each, {}).get("samples_us", ()) for each in (name, own_name(name))
+    ]
     if len(samples[0]) != len(samples[1]):
         return None
     ratios = sorted(other / own for other, own in zip(*samples, strict=True))

@@ -58,6 +58,12 @@ def add_parser(commands: Commands) -> None:
         "tensor cores' rate (default: do not)",
     )
     parser.add_argument(
+        "--row-major",
+        action="store_true",
+        help="also time everybody from row-major scales of A, conversion included, in columns of "
+        "their own (default: aligned column-major ones only)",
+    )
+    parser.add_argument(
         "--plot",
         metavar="NAME",
         help="draw time over the floor into NAME.png and NAME.svg; implies --floor, needs "
@@ -86,6 +92,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         settings,
         against=args.against,
         floor=args.floor or bool(args.plot),
+        row_major=args.row_major,
         policy=args.policy,
         command=args.command_line,
         on_row=_say,

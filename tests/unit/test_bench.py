@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from kgen.bench.floor import Floor
 from kgen.bench.providers import Kgen, Ready
 from kgen.bench.run import BenchReport, Row, bench_problem, git_commit, provenance_of
 from kgen.cases import Case
+from kgen.config import GemmConfig
 from kgen.device import H200, Device
 from kgen.errors import DriverError, GpuMissing, LaunchError, MeasureError, UsageError, WrongResult
 from kgen.measure import POLICIES, Call, Policy, Timing
@@ -150,12 +152,17 @@ def test_floor_and_peers_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     replaced = {
         "_hopper": lambda: H200,
-        "Kgen": lambda dispatcher: Made("kgen", 8.0),
+        "Kgen": lambda dispatcher, row_major=False: Made(
+            "kgen" + " row-major" * row_major, 8.5 if row_major else 8.0
+        ),
         "Dispatcher": lambda *rest: None,
         "StoredBuilder": lambda settings: None,
         "default_compiler": lambda *rest: None,
         "driver_version": lambda: (13, 0),
-        "providers_against": lambda asked: ([Made("peer", 9.0)], {"gone": "no such folder"}),
+        "providers_against": lambda asked, row_major: (
+            [Made("peer", 9.0)],
+            {"gone": "no such folder"},
+        ),
         "Case": lambda problem, where: Case(problem, "cpu"),
         "measure_floor": measure_floor,
     }
@@ -179,6 +186,31 @@ def test_floor_and_peers_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first["best_peer"] == {"name": "peer", "ratio": 1.125, "interval": None}
     assert data["floor"]["streams"][0]["samples_us"] == [6.5]
     assert data["summary"]["worst"]["ratio"] == 1.125
+
+
+@pytest.mark.parametrize("row_major", [False, True])
+def test_kgen_is_timed_in_the_layout_asked_for(row_major: bool) -> None:
+    """Verified all the same; what is prepared for timing has row-major scales or not."""
+    prepared: list[torch.Tensor] = []
+
+    class Loaded(Simulated):
+        def prepare(self, *tensors: torch.Tensor) -> None:
+            prepared.append(tensors[1])
+
+        def __call__(self, *tensors: torch.Tensor) -> None:
+            super().__call__(*tensors[:5])
+
+    class Dispatched:
+        ordinal = 0
+
+        def plan(self, problem: GemmProblem) -> SimpleNamespace:
+            choice = SimpleNamespace(config=GemmConfig(baked_dims="nk"), origin="tuned")
+            return SimpleNamespace(kernel=Loaded(), choice=choice)
+
+    provider = Kgen(Dispatched(), row_major)  # type: ignore[arg-type]
+    provider.ready(Case(GemmProblem("dense", m=5, n=16, k=256), "cpu"))
+    assert provider.name == ("kgen row-major" if row_major else "kgen")
+    assert prepared[0].is_contiguous() is row_major
 
 
 def test_words_that_name_no_peer_end_it_at_once() -> None:

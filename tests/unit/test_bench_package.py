@@ -100,9 +100,12 @@ def test_a_folder_around_the_package_does_too(tmp_path: Path) -> None:
 
 
 def test_a_renamed_folder_says_what_its_package_calls_itself(tmp_path: Path) -> None:
-    """Without its own name the absolute imports of a renamed folder would miss."""
+    """Without that name the absolute imports of a renamed folder would miss."""
     renamed = make(tmp_path, "6").rename(tmp_path / "peer_v1")
-    assert import_as(renamed, "peer_six", own_name="peer_gemm").gemm() == {"6"}
+    (renamed / "late.py").write_text("from peer_v1.jit import VERSION\n")
+    assert import_as(renamed, "peer_six", also="peer_gemm").gemm() == {"6"}
+    with pytest.raises(ImportError, match="peer_gemm"):
+        import_as(renamed, "peer_none")
 
 
 def test_a_package_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -168,6 +168,30 @@ def test_triton_has_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert provider.ready(Case(PROBLEM, "cpu")).verified.max_tile_error < 4e-3
 
 
+# ---- row-major scales
+
+
+def test_row_major_scales_are_converted_in_every_call(tmp_path: Path) -> None:
+    """Each that takes scales comes twice; the second time a stale conversion would show."""
+    asked = [Against("v1", package(tmp_path, OLD)), Against("torch")]
+    found, _ = providers_against(asked, row_major=True)
+    names = ["v1", "v1 row-major", "torch blockwise", "torch blockwise row-major"]
+    assert [provider.name for provider in found] == [*names, "torch tensorwise"]
+    seen: list[torch.Tensor] = []
+
+    def keep(*tensors: torch.Tensor) -> None:
+        seen.append(tensors[1])
+        kernel(*tensors)
+
+    case = Case(PROBLEM, "cpu")
+    ready = FunctionPeer("x", keep).from_row_major().ready(case)
+    ready.call()
+    seen[-1].zero_()
+    ready.call()
+    assert seen[-1].stride() == (1, 8)
+    assert torch.equal(seen[-1], case.sfa[:5])
+
+
 # ---- one function
 
 

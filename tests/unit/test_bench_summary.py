@@ -154,6 +154,23 @@ def test_worst_row_and_its_json() -> None:
     assert "worst" not in summarise(report(row(1, kgen=1.0)))
 
 
+def test_row_major_stands_against_row_major() -> None:
+    """It is no best peer; kgen's own row-major time against kgen is the price of the layout."""
+    one = row(1, kgen=8.0, old=10.0)
+    times = {"kgen row-major": 9.0, "old row-major": 13.5}
+    one["providers"] |= {name: provider(us) for name, us in times.items()}
+    data = report(one, providers="kgen old") | {"reference_only": []}
+    data["providers"] += [*times]
+    assert peers_of(data) == ["old"]
+    found = {mean.what: mean.mean for mean in means(data) if mean.rows == "all"}
+    assert found["speedup over old"] == pytest.approx(1.25)
+    assert found["speedup over old row-major"] == pytest.approx(1.5)
+    assert found["speedup over kgen row-major"] == pytest.approx(1.125)
+    price = interval(one, "kgen row-major")
+    assert price is not None
+    assert price.low == 1.125
+
+
 def test_over_floor_needs_both() -> None:
     """A row of an older file has no floor."""
     assert over_floor(row(1, 4.0, kgen=5.0)) == 1.25
