@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -81,7 +82,8 @@ class Row:
 class BenchReport:
     """All rows, and where they come from.
 
-    missing    peers that were asked for and can not be had, with the reason
+    missing        peers that were asked for and can not be had, with the reason
+    not_reached    problems that an interrupted run did not come to
     """
 
     provenance: dict[str, Any]
@@ -90,6 +92,7 @@ class BenchReport:
     rows: tuple[Row, ...]
     missing: dict[str, str] = field(default_factory=dict)
     floor: Floor | None = None
+    not_reached: tuple[str, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -105,6 +108,7 @@ class BenchReport:
             "providers": list(self.providers),
             "reference_only": list(self.reference_only),
             "missing": self.missing,
+            "not_reached": list(self.not_reached),
             "rows": [row.to_dict() for row in self.rows],
         }
         if self.floor:
@@ -134,8 +138,9 @@ def run_bench(
     `floor` measures the device's limits first; `row_major` times everybody also from row-major
     scales of A, under a name of its own, any conversion included. `command` and `commit` go into
     the report (default: the commit git tells). `on_row` gets each row as it is done, `on_missing` a
-    peer that can not be had. Raises UsageError for words of `against`, GpuMissing without a Hopper
-    GPU, DriverError when the context is lost, and what `measure_floor` raises.
+    peer that can not be had. Ctrl-C ends it after the rows so far. Raises UsageError for words of
+    `against`, GpuMissing without a Hopper GPU, DriverError when the context is lost, and what
+    `measure_floor` raises.
     """
     asked = parse_against(against)
     device = _hopper()
@@ -147,12 +152,13 @@ def run_bench(
     providers += [Kgen(dispatcher, row_major=True), *peers] if row_major else peers
     chosen = policy_named(policy)
     limits = _floor(problems, settings, chosen, device) if floor else None
-    rows = []
-    for problem in problems:
-        row = bench_problem(problem, providers, chosen, device)
-        rows.append(replace(row, floor=limits.of(problem)) if limits else row)
-        on_row(rows[-1])
-        torch.cuda.empty_cache()
+    rows: list[Row] = []
+    with suppress(KeyboardInterrupt):  # what is finished is worth its minutes on a GPU
+        for problem in problems:
+            row = bench_problem(problem, providers, chosen, device)
+            rows.append(replace(row, floor=limits.of(problem)) if limits else row)
+            on_row(rows[-1])
+            torch.cuda.empty_cache()
     return BenchReport(
         provenance=provenance_of(device, chosen, command, commit),
         providers=tuple(provider.name for provider in providers),
@@ -160,6 +166,7 @@ def run_bench(
         rows=tuple(rows),
         missing=missing,
         floor=limits,
+        not_reached=tuple(str(problem) for problem in problems[len(rows) :]),
     )
 
 
@@ -186,7 +193,7 @@ def bench_problem(
             _prepare(provider, case, ready, row.notes)
         timed = {name: (one.verified, one.call) for name, one in ready.items()}
         row.timings.update(measure_many(timed, policy, device) if timed else {})
-    except (KgenError, torch.OutOfMemoryError) as error:
+    except (KgenError, RuntimeError) as error:  # a peer may still fail where it is timed
         _raise_if_lost(error)
         row.notes.update(dict.fromkeys((p.name for p in providers), str(error)))
     for name in row.timings:

@@ -22,11 +22,13 @@ from kgen.cli.arguments import (
     add_problems,
     required_lines,
 )
-from kgen.cli.output import data, data_json, microseconds, note, spread, table
+from kgen.cli.output import count, data, data_json, microseconds, note, spread, table
 from kgen.settings import Settings
 
 if TYPE_CHECKING:
     from kgen.bench.run import BenchReport, Row
+
+INTERRUPTED = 130
 
 MORE = """\
 Timed is what the runtime would launch: the database's winner, else the model's choice. Everything
@@ -106,6 +108,9 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         from kgen.bench.plot import plot
 
         note(f"wrote {', '.join(map(str, plot(report.to_dict(), Path(args.plot))))}")
+    if report.not_reached:
+        note(f"interrupted: {count(len(report.not_reached), 'problem')} not reached")
+        return INTERRUPTED
     return 1 if report.failed else OK
 
 

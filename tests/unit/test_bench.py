@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -98,6 +98,21 @@ def test_a_time_that_can_not_be_true_is_no_time() -> None:
     row = row_of(Made("kgen", 8.0), Made("peer", -1.0))
     assert row.failed
     assert row.notes == dict.fromkeys(("kgen", "peer"), "below the floor")
+
+
+def test_a_peer_that_fails_while_timed_costs_one_problem() -> None:
+    """Verified, then an error of its own: the bench goes on."""
+
+    class Late(Made):
+        def ready(self, case: Case) -> Ready:
+            def call() -> float:
+                raise RuntimeError("out of resources")
+
+            return replace(super().ready(case), call=call)
+
+    row = row_of(Made("kgen", 8.0), Late("peer"))
+    assert row.failed
+    assert row.notes == dict.fromkeys(("kgen", "peer"), "out of resources")
 
 
 def test_a_lost_context_ends_the_bench() -> None:
@@ -211,6 +226,26 @@ def test_kgen_is_timed_in_the_layout_asked_for(row_major: bool) -> None:
     provider.ready(Case(GemmProblem("dense", m=5, n=16, k=256), "cpu"))
     assert provider.name == ("kgen row-major" if row_major else "kgen")
     assert prepared[0].is_contiguous() is row_major
+
+
+def test_an_interrupted_run_keeps_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says what it did not come to."""
+    done = row_of(Made("kgen", 8.0))
+    monkeypatch.setattr(bench_run, "_hopper", lambda: H200)
+    for name in ("Dispatcher", "StoredBuilder"):
+        monkeypatch.setattr(bench_run, name, lambda *rest: None)
+    answers = iter([done])
+
+    def bench_problem(*rest: object) -> Row:
+        for answer in answers:
+            return answer
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_run, "bench_problem", bench_problem)
+    problems = [PROBLEM, PROBLEM.with_m(7), PROBLEM.with_m(8)]
+    report = bench_run.run_bench(problems, Settings.from_env())
+    assert report.rows == (done,)
+    assert report.to_dict()["not_reached"] == ["dense m=7 n=16 k=128", "dense m=8 n=16 k=128"]
 
 
 def test_words_that_name_no_peer_end_it_at_once() -> None:

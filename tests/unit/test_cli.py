@@ -596,6 +596,23 @@ def test_bench_refuses_before_it_times(
     assert fake_bench == {}
 
 
+def test_an_interrupted_bench_prints_what_it_has(
+    fake_bench: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import kgen.bench.run as bench
+
+    whole = bench.run_bench
+
+    def run_bench(*args: Any, **rest: Any) -> Any:
+        return replace(whole(*args, **rest), not_reached=("dense m=8 n=8 k=128",))
+
+    monkeypatch.setattr(bench, "run_bench", run_bench)
+    assert main(["bench", LINE, "--json"]) == 130
+    out, err = capsys.readouterr()
+    assert json.loads(out)["not_reached"] == ["dense m=8 n=8 k=128"]
+    assert "interrupted: 1 problem not reached" in err
+
+
 def test_bench_fails_where_the_fallback_would_answer(
     fake_bench: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ from kgen.bench.run import BenchReport, Row, provenance_of
 from kgen.device import H200
 from kgen.measure import POLICIES, Timing
 from kgen.problem import GemmProblem
-from tools.publish_results import join
+from tools.publish_results import join, merge
 from tools.publish_results import main as publish
 from tools.readme_tables import ROOT, main, render, update
 
@@ -147,6 +147,43 @@ def test_published_results_keep_both_runs(tmp_path: Path) -> None:
     assert data["rows"] == bench["rows"]
     assert data["tune"]["command"] == "kgen tune"
     assert "tuned before by `kgen tune`: 1 problems, 31 trials, 417 s." in render(data)
+
+
+def test_parts_of_a_bench_become_one(tmp_path: Path) -> None:
+    """Rows, commands and the summary of all; what one part did not reach the other may have."""
+    first = results(row(64, 10.0, 12.5)) | {"not_reached": ["dense m=1 n=2112 k=7168"]}
+    second = results(row(1, 8.0, 8.0)) | {"command": "kgen bench again"}
+    for name, part in (("1", first), ("2", second)):
+        (tmp_path / name).write_text(json.dumps(part))
+    out = tmp_path / "out.json"
+    arguments = [str(tmp_path / "1"), str(out)]
+    assert publish(arguments) == 1, "an interrupted run is not whole"
+    assert publish([*arguments, "--more", str(tmp_path / "2")]) == 0
+    data = json.loads(out.read_text())
+    assert [one["problem"]["m"] for one in data["rows"]] == [64, 1]
+    assert data["not_reached"] == []
+    assert data["command"] == "kgen bench --shapes x; kgen bench again"
+    assert data["summary"]["means"][0]["count"] == 2
+
+
+def test_parts_of_other_kinds_are_refused() -> None:
+    """Another commit, another device, the same row twice."""
+    part = results(row(64, 10.0, 12.5))
+    with pytest.raises(ValueError, match="in more than one part: dense m=64"):
+        merge([part, part])
+    other = results(row(1, 8.0, 8.0)) | {"commit": "b", "torch": "1"}
+    with pytest.raises(ValueError, match="other commit, torch"):
+        merge([part, other])
+    with pytest.raises(ValueError, match="other floor"):
+        merge([part, results(row(1, 8.0, 8.0)) | {"floor": {"streams": []}}])
+
+
+def test_floors_of_parts_are_joined() -> None:
+    """Each part streamed its own weights."""
+    parts = [results(row(m, 10.0, 12.5)) for m in (1, 2)]
+    for place, part in enumerate(parts):
+        part["floor"] = {"tflops": 1700.0 + place, "streams": [place]}
+    assert merge(parts)["floor"] == {"tflops": 1700.0, "streams": [0, 1]}
 
 
 @pytest.mark.parametrize(
