@@ -76,6 +76,7 @@ def declared() -> set[str]:
         *PROJECT["dependencies"],
         *extras["sass"],
         *extras["cuda128"],
+        *extras["plot"],
         *extras["test"],
         *build,
     ]
