@@ -22,6 +22,7 @@ from kgen.cli.arguments import (
     add_problems,
     required_lines,
 )
+from kgen.cli.host_cost import run_host
 from kgen.cli.output import count, data, data_json, microseconds, note, spread, table
 from kgen.settings import Settings
 
@@ -71,6 +72,12 @@ def add_parser(commands: Commands) -> None:
         help="draw time over the floor into NAME.png and NAME.svg; implies --floor, needs "
         "matplotlib (default: no plot)",
     )
+    parser.add_argument(
+        "--host",
+        action="store_true",
+        help="instead time what a call costs the Python thread, kgen's and torch._scaled_mm's, on "
+        "the same tensors and on 64 sets in turn (default: time kernels)",
+    )
     add_policy(parser)
     add_compiler(parser)
     add_cache(parser)
@@ -80,6 +87,8 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Time and print; raises GpuMissing where there is no Hopper GPU."""
+    if args.host:
+        return run_host(args)
     lines = required_lines(args)
     parse_against(args.against)
     if args.plot:  # before minutes on a GPU, not after

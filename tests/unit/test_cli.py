@@ -613,6 +613,27 @@ def test_an_interrupted_bench_prints_what_it_has(
     assert "interrupted: 1 problem not reached" in err
 
 
+def test_bench_prints_host_costs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kgen.bench import host
+
+    def run_host_bench(problem: GemmProblem) -> host.HostReport:
+        costs = {"kgen.gemm_fp8_nt": host.HostCost(5.0, 6.25)}
+        return host.HostReport(str(problem), 64, {"device": "NVIDIA H200"}, costs)
+
+    monkeypatch.setattr(host, "run_host_bench", run_host_bench)
+    assert main(["bench", "--host"]) == 0
+    title, heading, row = capsys.readouterr().out.splitlines()
+    assert title == f"host cost of {host.DEFAULT_PROBLEM}"
+    assert " ".join(heading.split()) == "call µs µs, 64 sets in turn"
+    assert row.split() == ["kgen.gemm_fp8_nt", "5.00", "6.25"]
+    assert main(["bench", LINE, "--host", "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)
+    assert report["problem"] == LINE
+    assert report["costs"]["kgen.gemm_fp8_nt"]["rotating_us"] == 6.25
+
+
 def test_bench_fails_where_the_fallback_would_answer(
     fake_bench: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
