@@ -50,8 +50,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("bench",),  # nn, compat, serve: to come
     (
-        "cli.output cli.arguments cli.progress cli.tune cli.best cli.show cli.render cli.host_cost cli.bench "
-        "cli.shapes cli.misses cli.doctor cli.main",
+        "cli.output cli.arguments cli.progress cli.tune cli.best cli.show cli.render cli.host_cost "
+        "cli.bench cli.shapes cli.misses cli.doctor cli.main",
     ),
 )
 
