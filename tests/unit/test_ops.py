@@ -4,10 +4,12 @@ modes, gradients, and what an import registers."""
 from __future__ import annotations
 
 import importlib
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,6 +179,19 @@ def test_casts_compile_with_the_gemm(function: Any, backend: str) -> None:
         assert torch.equal(compiled(x, b, sfb), layer(x, b, sfb))
         made = made or len(graphs)  # dynamo may begin twice, to take a constant as one
     assert len(graphs) == made
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
+def test_inductor_compiles_around_the_operators(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    compiled, graphs = compile_counted(by_out, "inductor")
+    for m in (20, 7):
+        t = operands(m)
+        assert torch.equal(compiled(*t), expected(t).relu() + 1)
+        assert torch.equal(t[4], expected(t))
+    assert len(graphs) == 1
 
 
 def test_weights_are_cast_in_a_graph_too() -> None:
