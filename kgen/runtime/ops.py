@@ -90,12 +90,13 @@ def refuse_gradient(name: str, tensors: tuple[Any, ...]) -> None:
     """Raise UnsupportedInput where autograd would expect a gradient of an operation with none."""
     if not torch.is_grad_enabled():
         return
-    if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
-        raise UnsupportedInput(
-            f"{name} has no gradient, and a tensor given to it requires one: pass x.detach(), call "
-            "it under torch.no_grad(), or inside a torch.autograd.Function with a backward of its "
-            "own"
-        )
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            raise UnsupportedInput(
+                f"{name} has no gradient, and a tensor given to it requires one: pass x.detach(), "
+                "call it under torch.no_grad(), or inside a torch.autograd.Function with a "
+                "backward of its own"
+            )
 
 
 def _allocating(gemm: Gemm) -> Callable[..., Tensor]:
@@ -110,10 +111,12 @@ def _allocating(gemm: Gemm) -> Callable[..., Tensor]:
 def _without_gradient(name: str) -> Callable[..., Any]:
     """The operator's kernel for autograd: refuses what requires a gradient, passes on the rest."""
 
+    full_name, operator = f"kgen::{name}", getattr(torch.ops.kgen, name).default
+
     def below_autograd(*args: Any) -> Any:
-        refuse_gradient(f"kgen::{name}", args)
+        refuse_gradient(full_name, args)
         with torch._C._AutoDispatchBelowAutograd():
-            return getattr(torch.ops.kgen, name).default(*args)
+            return operator(*args)
 
     return below_autograd
 
