@@ -25,9 +25,7 @@ count_write: Final[Callable[[tuple[torch.Tensor]], None]] = getattr(
 
 def layout_of(tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
     """All that a call depends on but the addresses: equal where a prepared launch is right."""
-    return tuple(
-        (t.shape, t.stride(), t.dtype, t.device, t.layout, t.is_neg()) for t in tensors
-    )
+    return tuple((t.shape, t.stride(), t.dtype, t.device, t.layout, t.is_neg()) for t in tensors)
 
 
 def same_as(tensors: tuple[torch.Tensor, ...]) -> Same:
