@@ -70,6 +70,10 @@ class MeasureError(KgenError):
     """A time that can not be true, or a measurement that could not be taken."""
 
 
+class ImplausibleTime(MeasureError):
+    """A time below what the problem's bytes need: the kernel did not do the work."""
+
+
 class UnsupportedInput(KgenError, ValueError):
     """Tensors handed to the runtime that no path serves; says what was given and needed."""
 

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from kgen.device import Device
-from kgen.errors import MeasureError, UsageError
+from kgen.errors import ImplausibleTime, MeasureError, UsageError
 from kgen.nvml import read_clocks
 from kgen.problem import D_DTYPE_BYTES, GemmProblem
 from kgen.runtime import driver
@@ -161,11 +161,11 @@ def floor_us(problem: GemmProblem, device: Device) -> float:
 def summarise(
     name: str, samples: Sequence[float], floor: float, policy: Policy, clocks: dict[str, Any]
 ) -> Timing:
-    """Median and spread of samples in microseconds; raises MeasureError for one below the floor."""
+    """Median and spread of samples in microseconds; ImplausibleTime for one below the floor."""
     bad = [sample for sample in samples if not sample > floor]
     if bad or not samples:
         took = f"{bad[0]:.3f} us" if bad else "no time at all"
-        raise MeasureError(
+        raise ImplausibleTime(
             f"{name}: {took} under policy {policy.name}, but its bytes alone need {floor:.3f} us: "
             "the call did not do its work, or the cache was not cold"
         )

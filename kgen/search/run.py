@@ -19,6 +19,7 @@ from kgen.device import Device
 from kgen.errors import (
     CompileError,
     DriverError,
+    ImplausibleTime,
     Interrupted,
     InvalidConfig,
     KgenError,
@@ -49,14 +50,14 @@ def status_of(error: KgenError) -> str:
     match error:
         case CompileError() | RenderError() | SassError() | InvalidConfig():
             return "compile_failed"
-        case WrongResult() | MeasureError():
-            # A time that can not be true: the kernel did not do the work it was timed for.
+        case WrongResult() | ImplausibleTime():
             return "wrong"
         case WorkerTimeout():
             return "timeout"
         case WorkerDied() | DriverError(fatal=True):
             return "faulted"
-        case LaunchError() | DriverError():
+        case LaunchError() | DriverError() | MeasureError():
+            # Two measurements that failed, by lost events say, prove nothing against the cubin.
             return "launch_failed"
     raise error
 

@@ -22,8 +22,8 @@ from kgen.errors import (
     CompileError,
     DriverError,
     GpuMissing,
+    ImplausibleTime,
     LaunchError,
-    MeasureError,
     RenderError,
     Untunable,
     WrongResult,
@@ -117,7 +117,7 @@ class FakeGpu:
     def _time(self, config: GemmConfig) -> Measured:
         self._note(f"time {config}")
         if self.behaviours.get(str(config)) == "too fast":
-            raise MeasureError("1 us is below the floor of 5 us")
+            raise ImplausibleTime("1 us is below the floor of 5 us")
         assert self.problem is not None
         us = 500.0 if str(config) in self.fast else time_us(self.problem, config)
         clocks = {"sm_mhz": 1755, "mem_mhz": 3201}

@@ -12,7 +12,7 @@ import pytest
 
 from kgen import measure, nvml
 from kgen.device import H200
-from kgen.errors import MeasureError, UsageError
+from kgen.errors import ImplausibleTime, MeasureError, UsageError
 from kgen.measure import (
     DEFAULT_POLICY,
     POLICIES,
@@ -125,7 +125,7 @@ def test_published_times_stand_above_the_floor() -> None:
 def test_a_time_below_the_floor_is_an_error() -> None:
     """One sample is enough, and NaN is below everything."""
     for samples in ([9.0, 9.0, 2.9], [9.0, float("nan")], []):
-        with pytest.raises(MeasureError, match="bytes alone need 3"):
+        with pytest.raises(ImplausibleTime, match="bytes alone need 3"):
             summarise("x", samples, 3.0, COLD, {})
     with pytest.raises(MeasureError):
         summarise("x", [0.0, 1.0], 0.0, COLD, {})

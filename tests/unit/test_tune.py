@@ -26,6 +26,7 @@ from kgen.errors import (
     CompileError,
     CompilerMissing,
     DriverError,
+    ImplausibleTime,
     Interrupted,
     KgenError,
     LaunchError,
@@ -229,7 +230,8 @@ def test_what_the_templates_refuse_costs_one_candidate(bench: Bench, use_space: 
     [
         (CompileError("spill"), "compile_failed"),
         (WrongResult("tile"), "wrong"),
-        (MeasureError("below the floor"), "wrong"),
+        (ImplausibleTime("below the floor"), "wrong"),
+        (MeasureError("no event of the call"), "launch_failed"),
         (WorkerTimeout("20 s"), "timeout"),
         (WorkerDied("SIGSEGV"), "faulted"),
         (DriverError("illegal address", 700, fatal=True), "faulted"),
