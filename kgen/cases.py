@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from kgen.problem import SCALE_BLOCK, GemmProblem, ceil_div, round_up
-from kgen.reference import dequantize_a, dequantize_b, full_fp32
+from kgen.reference import TORCH_D_DTYPES, dequantize_a, dequantize_b, full_fp32
 
 #: a [m, k] and b [n, k] E4M3, sfa [m, k blocks] and sfb [n blocks, k blocks] FP32.
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -29,7 +29,6 @@ TILE: Final = 128
 STRIP: Final = 8
 
 FP8: Final = torch.float8_e4m3fn
-D_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: A NaN with a payload that no conversion produces.
 _SENTINEL: Final = {torch.bfloat16: 0x7FD5, torch.float16: 0x7ED5, torch.float32: 0x7FC05A5A}
 #: Guards: columns before D keep it 16-byte aligned; what follows is as large as the largest tile.
@@ -112,7 +111,7 @@ class Case:
     ) -> None:
         self.problem = problem
         self.device = torch.device(device)
-        self.d_dtype = D_DTYPES[problem.d_dtype]
+        self.d_dtype = TORCH_D_DTYPES[problem.d_dtype]
         rows, kb = problem.m + 1, problem.num_k_blocks
         generator = torch.Generator(self.device).manual_seed(seed)
         self.a = random_fp8(rows, problem.k, generator)

@@ -15,6 +15,10 @@ import torch
 
 from kgen.problem import SCALE_BLOCK, round_up
 
+#: Output types by their names in problems, and the names by type.
+TORCH_D_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+D_DTYPE_NAMES: Final = {dtype: name for name, dtype in TORCH_D_DTYPES.items()}
+
 #: FP32 elements of a dequantised piece of an operand, or of D, held at a time (256 MB).
 _MAX_ELEMENTS: Final = 2**26
 

@@ -17,12 +17,11 @@ from typing import Any, Final
 import torch
 
 import kgen.runtime.gemm as g
-from kgen.device import Device
-from kgen.errors import DriverError, GpuMissing, LaunchError
+from kgen.bench.gpu import hopper_device
+from kgen.errors import LaunchError
 from kgen.nvml import driver_release
 from kgen.problem import GemmProblem
-from kgen.runtime.driver import device_facts
-from kgen.runtime.kernel import TORCH_D_DTYPES
+from kgen.reference import TORCH_D_DTYPES
 
 #: The default problem: its kernel is short, its calls the more so to be counted.
 DEFAULT_PROBLEM: Final = GemmProblem("dense", m=64, n=576, k=7168)
@@ -65,7 +64,8 @@ def run_host_bench(problem: GemmProblem = DEFAULT_PROBLEM, num_sets: int = NUM_S
     one scale per tensor, which asks less of it. Raises GpuMissing without a Hopper GPU, LaunchError
     where kgen's fallback would answer.
     """
-    device = _hopper()
+    ordinal = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    device = hopper_device("host costs are timed on", ordinal)
     calls = make_calls(problem, "cuda", num_sets)
     calls[KGEN][0]()
     if g.last_path() != "kernel":
@@ -79,19 +79,6 @@ def run_host_bench(problem: GemmProblem = DEFAULT_PROBLEM, num_sets: int = NUM_S
         "processor": platform.processor() or platform.machine(),
     }
     return HostReport(str(problem), num_sets, provenance, costs)
-
-
-def _hopper() -> Device:
-    try:
-        device = device_facts(torch.cuda.current_device() if torch.cuda.is_available() else 0)
-    except DriverError as error:
-        raise GpuMissing(f"host costs are timed on a Hopper GPU: {error}") from error
-    if not device.is_hopper or not torch.cuda.is_available():
-        raise GpuMissing(
-            f"host costs are timed on a Hopper GPU that torch {torch.__version__} can use: "
-            f"{device.name} is {device.arch}"
-        )
-    return device
 
 
 def time_calls(

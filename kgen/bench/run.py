@@ -20,17 +20,18 @@ import torch
 import kgen
 from kgen.bench.against import parse_against
 from kgen.bench.floor import Bound, Floor, measure_floor
+from kgen.bench.gpu import hopper_device
 from kgen.bench.peers import providers_against
 from kgen.bench.providers import Kgen, Provider, Ready
 from kgen.bench.summary import KGEN, best_peer, own_name, peers_of, summarise
 from kgen.cases import Case
 from kgen.device import Device
-from kgen.errors import DriverError, GpuMissing, KgenError
+from kgen.errors import DriverError, KgenError
 from kgen.measure import DEFAULT_POLICY, Policy, Timing, measure_many, policy_named
 from kgen.nvml import driver_release
 from kgen.problem import GemmProblem
 from kgen.runtime.dispatch import Dispatcher, StoredBuilder
-from kgen.runtime.driver import device_facts, driver_version
+from kgen.runtime.driver import driver_version
 from kgen.runtime.stats import Stats
 from kgen.settings import Settings
 from kgen.toolchain import default_compiler
@@ -143,7 +144,7 @@ def run_bench(
     `measure_floor` raises.
     """
     asked = parse_against(against)
-    device = _hopper()
+    device = hopper_device("kgen bench needs")
     dispatcher = Dispatcher(0, StoredBuilder(settings), settings.db_url, Stats())
     providers: list[Provider] = [Kgen(dispatcher)]
     peers, missing = providers_against(asked, row_major)
@@ -220,19 +221,6 @@ def _raise_if_lost(error: Exception) -> None:
         raise error
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # raises again where a kernel's fault ended the context
-
-
-def _hopper() -> Device:
-    try:
-        device = device_facts(0)
-    except DriverError as error:
-        raise GpuMissing(f"kgen bench needs a Hopper GPU: {error}") from error
-    if not device.is_hopper or not torch.cuda.is_available():
-        raise GpuMissing(
-            f"kgen bench needs a Hopper GPU that torch {torch.__version__} can use: "
-            f"{device.name} is {device.arch}"
-        )
-    return device
 
 
 def provenance_of(device: Device, policy: Policy, command: str, commit: str) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kgen.problem import GemmProblem, round_up
+from kgen.problem import GemmProblem
 from kgen.runtime.kernel import Kernel, Launch
+from kgen.runtime.operands import Sizes
 from kgen.runtime.record import RECORDER
 
 
@@ -51,11 +52,9 @@ def counted(kernel: Kernel, problem: GemmProblem, guessed: bool) -> Kernel:
     return kernel if cell is None else CountedKernel(kernel, cell)
 
 
-def count_reference(sizes: Any, num_sms: int) -> None:
-    """Count a call that the reference answers; `sizes` has m, n, k and d_dtype, all above 0."""
+def count_reference(sizes: Sizes, num_sms: int) -> None:
+    """Count a call that the reference answers; no size is 0."""
     if RECORDER.is_on:
-        n, k = round_up(sizes.n, 8), round_up(sizes.k, 16)
-        problem = GemmProblem("dense", sizes.m, n, k, d_dtype=sizes.d_dtype, num_sms=num_sms)
-        cell = RECORDER.cell(problem, guessed=False)
+        cell = RECORDER.cell(sizes.problem(num_sms), guessed=False)
         if cell is not None:
             cell[0] += 1

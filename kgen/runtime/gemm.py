@@ -19,17 +19,17 @@ from typing import Any, Final
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from kgen.device import Device
 from kgen.errors import KgenError, UnsupportedInput, UsageError
-from kgen.problem import GemmProblem, round_up
 from kgen.quant import per_block_cast_to_fp8, per_token_cast_to_fp8
-from kgen.reference import gemm_reference_into
+from kgen.reference import D_DTYPE_NAMES, gemm_reference_into
 from kgen.runtime import ops
 from kgen.runtime.copies import copy_reasons, is_worth_turning, run_with_copies
 from kgen.runtime.counting import count_reference
 from kgen.runtime.dispatch import Dispatcher, Plan, StoredBuilder, raise_if_final
 from kgen.runtime.guard import Same, count_write, layout_of, same_as
-from kgen.runtime.kernel import Kernel, Launch, current_device, current_stream
-from kgen.runtime.operands import D_DTYPES, Inputs, Sizes, check, unpack
+from kgen.runtime.kernel import Launch, current_device, current_stream
+from kgen.runtime.operands import Inputs, Sizes, check, unpack
 from kgen.runtime.ops import get_col_major_tma_aligned_tensor
 from kgen.runtime.record import RECORDER
 from kgen.runtime.stats import KgenWarning, Stats
@@ -235,11 +235,11 @@ def plan_for(
     ordinal = _hopper_ordinal(torch_device)
     if ordinal is None or min(m, n, k) < 1:
         return None
-    return _plan(ordinal, Sizes(m, n, k, D_DTYPES[out_dtype]))
+    return _plan(ordinal, Sizes(m, n, k, D_DTYPE_NAMES[out_dtype]))
 
 
 def _check_out_dtype(out_dtype: torch.dtype) -> None:
-    if out_dtype not in D_DTYPES:
+    if out_dtype not in D_DTYPE_NAMES:
         raise UnsupportedInput(f"out_dtype={out_dtype}: expected bfloat16, float16 or float32")
 
 
@@ -303,12 +303,12 @@ def _first_call(x: Inputs, key: tuple[Any, ...], ready: _Ready | None) -> None:
         return
     reasons = copy_reasons(x, sizes)
     if reasons or is_worth_turning(x.sfa):
-        num_sms = _budget(plan.kernel)
+        num_sms = _budget(plan.kernel.device)
         run_with_copies(x, sizes, reasons, plan.kernel, num_sms=num_sms, stats=_stats)
         count_write((x.out,))
         _state.path = "kernel with copies" if reasons else "kernel"
         return
-    launch = plan.kernel.prepare(x.a, x.sfa, x.b, x.sfb, x.out, _budget(plan.kernel))
+    launch = plan.kernel.prepare(x.a, x.sfa, x.b, x.sfb, x.out, _budget(plan.kernel.device))
     _stats.add("prepared")
     ready = _Ready(same_as(tensors), layout_of(tensors), ordinal, launch)
     _remember(key, ready)
@@ -319,9 +319,7 @@ def _plan(ordinal: int, sizes: Sizes) -> Plan:
     dispatcher = _dispatchers.get(ordinal) or _make_dispatcher(ordinal)
     if isinstance(dispatcher, str):
         return Plan(None, None, dispatcher)
-    sms = _Budget.num_sms if _Budget.num_sms < dispatcher.device.num_sms else 0
-    m, n, k = sizes.m, round_up(sizes.n, 8), round_up(sizes.k, 16)
-    return dispatcher.plan(GemmProblem("dense", m, n, k, d_dtype=sizes.d_dtype, num_sms=sms))
+    return dispatcher.plan(sizes.problem(_budget(dispatcher.device)))
 
 
 def _make_dispatcher(ordinal: int) -> Dispatcher | str:
@@ -352,8 +350,8 @@ def _refer(x: Inputs, reason: str) -> None:
     _state.path = "reference"
 
 
-def _budget(kernel: Kernel) -> int:
-    return _Budget.num_sms if _Budget.num_sms < kernel.device.num_sms else 0
+def _budget(device: Device) -> int:
+    return _Budget.num_sms if _Budget.num_sms < device.num_sms else 0
 
 
 def _remember(key: tuple[Any, ...], ready: _Ready) -> None:

@@ -18,6 +18,7 @@ import torch
 from kgen.config import GemmConfig, Resources, grid_size, resources
 from kgen.errors import DriverError, LaunchError, UnsupportedInput
 from kgen.problem import D_DTYPE_BYTES, SCALE_BLOCK, GemmProblem, ceil_div, round_up
+from kgen.reference import TORCH_D_DTYPES
 from kgen.runtime import driver
 from kgen.runtime.driver import AlignedBuffer, LaunchConfig
 from kgen.runtime.tma import TensorMap
@@ -27,7 +28,6 @@ MAP_A, MAP_B, MAP_D, MAP_SFA, TAIL = 0, 128, 256, 384, 512
 #: sfa, sfb, sfa_stride_m, sfa_stride_k, sfb_stride_n, sfb_stride_k, m, n, k, sfa_direct, d,
 #: d_stride_m
 _TAIL: Final = struct.Struct("<2Q4q4IQq")
-TORCH_D_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: Streams a launch remembers; programs use a few, and a forgotten one is only made again.
 _MAX_STREAMS: Final = 64
 #: Of cuLaunchKernelEx: configuration, function, parameter pointers, no extras.

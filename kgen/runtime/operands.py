@@ -8,15 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from kgen.errors import UnsupportedInput
-from kgen.problem import MAX_EXTENT, SCALE_BLOCK, TMA_ALIGN_BYTES, ceil_div
-
-E4M3: Final = torch.float8_e4m3fn
-D_DTYPES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+from kgen.problem import (
+    MAX_EXTENT,
+    SCALE_BLOCK,
+    TMA_ALIGN_BYTES,
+    GemmProblem,
+    ceil_div,
+    round_up,
+)
+from kgen.quant import E4M3
+from kgen.reference import D_DTYPE_NAMES
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,11 @@ class Sizes:
     n: int
     k: int
     d_dtype: str
+
+    def problem(self, num_sms: int) -> GemmProblem:
+        """The problem that a kernel solves for these sizes, N and K filled up to what it takes."""
+        n, k = round_up(self.n, 8), round_up(self.k, 16)
+        return GemmProblem("dense", self.m, n, k, d_dtype=self.d_dtype, num_sms=num_sms)
 
 
 @dataclass(frozen=True)
@@ -105,12 +116,16 @@ def _check_dtypes(x: Inputs) -> None:
     casts = (("a", x.a, "per_token_cast_to_fp8"), ("b", x.b, "per_block_cast_to_fp8"))
     for name, tensor, cast in casts:
         if tensor.dtype != E4M3:
-            hint = f"; ({name}, {name}_scales) = {cast}({name})" if tensor.dtype in D_DTYPES else ""
+            hint = (
+                f"; ({name}, {name}_scales) = {cast}({name})"
+                if tensor.dtype in D_DTYPE_NAMES
+                else ""
+            )
             raise UnsupportedInput(f"{name} is {_describe(tensor)}: expected float8_e4m3fn{hint}")
     for name, tensor in (("a_scales", x.sfa), ("b_scales", x.sfb)):
         if tensor.dtype != torch.float32:
             raise UnsupportedInput(f"{name} is {_describe(tensor)}: expected float32")
-    if x.out.dtype not in D_DTYPES:
+    if x.out.dtype not in D_DTYPE_NAMES:
         raise UnsupportedInput(f"out is {_describe(x.out)}: expected bfloat16, float16 or float32")
 
 
@@ -131,7 +146,7 @@ def _check_shapes(x: Inputs) -> Sizes:
     blocks = ceil_div(k, SCALE_BLOCK)
     _check_scales("a", x.sfa, (m, blocks), (ceil_div(m, SCALE_BLOCK), blocks))
     _check_scales("b", x.sfb, (ceil_div(n, SCALE_BLOCK), blocks), (n, blocks))
-    return Sizes(m, n, k, D_DTYPES[x.out.dtype])
+    return Sizes(m, n, k, D_DTYPE_NAMES[x.out.dtype])
 
 
 def _check_scales(

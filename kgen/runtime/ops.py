@@ -22,7 +22,8 @@ from kgen import quant
 from kgen.errors import UnsupportedInput
 from kgen.problem import SCALE_BLOCK, ceil_div
 from kgen.quant import E4M3
-from kgen.runtime.operands import D_DTYPES, Inputs
+from kgen.reference import D_DTYPE_NAMES
+from kgen.runtime.operands import Inputs
 
 Tensor = torch.Tensor
 Pair = tuple[Tensor, Tensor]
@@ -126,27 +127,27 @@ def _without_gradient(name: str) -> Callable[..., Any]:
 
 def _fake_gemm(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, out: Tensor) -> None:
     _check_operands(a, sfa, b, sfb)
-    _check(out.dim() == 2 and out.dtype in D_DTYPES, "out", out, "BF16, FP16 or FP32 [M, N]")
+    _check(out.dim() == 2 and out.dtype in D_DTYPE_NAMES, "out", out, "BF16, FP16 or FP32 [M, N]")
     fits = out.shape[0] == a.shape[0] and out.shape[1] == b.shape[0]
     _check(fits, "out", out, f"[{a.shape[0]}, {b.shape[0]}]")
 
 
 def _fake_mm(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, out_dtype: torch.dtype) -> Tensor:
     _check_operands(a, sfa, b, sfb)
-    if out_dtype not in D_DTYPES:
+    if out_dtype not in D_DTYPE_NAMES:
         raise UnsupportedInput(f"out_dtype={out_dtype}: expected bfloat16, float16 or float32")
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
 
 def _fake_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
-    _check(x.dim() == 2 and x.dtype in D_DTYPES, "x", x, "BF16, FP16 or FP32 [M, K]")
+    _check(x.dim() == 2 and x.dtype in D_DTYPE_NAMES, "x", x, "BF16, FP16 or FP32 [M, K]")
     m, k = x.shape
     scales = x.new_empty(m, ceil_div(k, SCALE_BLOCK), dtype=torch.float32)
     return x.new_empty(m, k, dtype=E4M3), scales
 
 
 def _fake_per_block(x: Tensor) -> tuple[Tensor, Tensor]:
-    _check(x.dim() == 2 and x.dtype in D_DTYPES, "x", x, "BF16, FP16 or FP32 [N, K]")
+    _check(x.dim() == 2 and x.dtype in D_DTYPE_NAMES, "x", x, "BF16, FP16 or FP32 [N, K]")
     n, k = x.shape
     blocks = (ceil_div(n, SCALE_BLOCK), ceil_div(k, SCALE_BLOCK))
     return x.new_empty(n, k, dtype=E4M3), x.new_empty(blocks, dtype=torch.float32)

@@ -17,11 +17,12 @@ from typing import Final
 import torch
 
 from kgen.build import Cubin
-from kgen.cases import D_DTYPES, Case
+from kgen.cases import Case
 from kgen.device import Device
 from kgen.errors import DriverError, GpuMissing, KgenError, MeasureError, Untunable, WrongResult
 from kgen.measure import Timing, measure_many, policy_named
 from kgen.problem import GemmProblem
+from kgen.reference import TORCH_D_DTYPES
 from kgen.runtime import driver
 from kgen.runtime.kernel import Kernel, Launch, current_stream
 from kgen.search.gpu_worker import Hello, Measured
@@ -71,7 +72,7 @@ class GpuBody:
             case = Case(problem, self._torch_device)
             # Made here, under the limit of `open`, and not in the first candidate's time.
             _ = case.output, case.exact, case.own_growth
-            dtype = D_DTYPES[problem.d_dtype]
+            dtype = TORCH_D_DTYPES[problem.d_dtype]
             self._output = torch.empty(problem.m, problem.n, dtype=dtype, device=case.device)
             shared = [growth.constants() for growth in shared_growths(case)]
             self._seal = Seal(chain(case.constants(), *shared))

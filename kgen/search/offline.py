@@ -29,7 +29,7 @@ from kgen.search.events import (
     ProblemStarted,
     TrialFinished,
 )
-from kgen.search.run import Run, status_of
+from kgen.search.run import Run, status_of, why_no_valid
 from kgen.shapes import ShapeLine
 from kgen.space import count_invalid, valid_configs
 
@@ -229,7 +229,6 @@ def _report(prospect: Prospect) -> ProblemReport:
 
 def _why_untunable(prospect: Prospect) -> str:
     if not prospect.ranked:
-        rules = ", ".join(f"{rule} {n}" for rule, n in sorted(prospect.invalid_by_rule.items()))
-        return f"no valid configuration; ruled out by: {rules}"
+        return why_no_valid(prospect.invalid_by_rule)
     first = next(iter(prospect.failed.values()))[1]
     return f"none of {len(prospect.failed)} candidates could be built; the first: {first}"

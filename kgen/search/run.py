@@ -62,6 +62,12 @@ def status_of(error: KgenError) -> str:
     raise error
 
 
+def why_no_valid(invalid_by_rule: Mapping[str, int]) -> str:
+    """What to say of a problem whose every configuration some rule forbids."""
+    rules = ", ".join(f"{rule} {n}" for rule, n in sorted(invalid_by_rule.items()))
+    return f"no valid configuration; ruled out by: {rules}"
+
+
 @dataclass
 class Run:
     """One run: where it records, what it runs on, who works for it, when it must end."""

@@ -20,7 +20,7 @@ from kgen.heuristic import default_config, predict_us, seeds
 from kgen.search.events import TUNED, UNFINISHED, UNTUNABLE, ProblemReport
 from kgen.search.gpu_worker import Measured
 from kgen.search.plan import Progress, floor_us
-from kgen.search.run import Run
+from kgen.search.run import Run, why_no_valid
 from kgen.search.strategy import Strategy, make_strategy
 from kgen.shapes import ShapeLine
 from kgen.space import count_invalid, valid_configs
@@ -241,8 +241,7 @@ class Session:
         if self.winner is not None or not self.is_introduced:
             return ""
         if not self.valid:
-            rules = ", ".join(f"{rule} {n}" for rule, n in sorted(self.invalid_by_rule.items()))
-            return f"no valid configuration; ruled out by: {rules}"
+            return why_no_valid(self.invalid_by_rule)
         if not (is_full or self.is_exhausted or self.progress.hopeless):
             return ""
         counts = Counter(status for status, _ in self._failed.values())

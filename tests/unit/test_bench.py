@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kgen.bench import gpu
 from kgen.bench import run as bench_run
 from kgen.bench.floor import Floor
 from kgen.bench.providers import Kgen, Ready
@@ -166,7 +167,7 @@ def test_floor_and_peers_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
         return Floor(dict.fromkeys(weights, one), dict.fromkeys(weights, (16384, 12)), one, 132)
 
     replaced = {
-        "_hopper": lambda: H200,
+        "hopper_device": lambda *_: H200,
         "Kgen": lambda dispatcher, row_major=False: Made(
             "kgen" + " row-major" * row_major, 8.5 if row_major else 8.0
         ),
@@ -231,7 +232,7 @@ def test_kgen_is_timed_in_the_layout_asked_for(row_major: bool) -> None:
 def test_an_interrupted_run_keeps_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """And says what it did not come to."""
     done = row_of(Made("kgen", 8.0))
-    monkeypatch.setattr(bench_run, "_hopper", lambda: H200)
+    monkeypatch.setattr(bench_run, "hopper_device", lambda *_: H200)
     for name in ("Dispatcher", "StoredBuilder"):
         monkeypatch.setattr(bench_run, name, lambda *rest: None)
     answers = iter([done])
@@ -266,10 +267,10 @@ def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(ordinal: int) -> Device:
         raise DriverError("no CUDA driver on this machine")
 
-    monkeypatch.setattr(bench_run, "device_facts", none)
+    monkeypatch.setattr(gpu, "device_facts", none)
     with pytest.raises(GpuMissing, match="needs a Hopper GPU: no CUDA driver"):
         bench_run.run_bench([PROBLEM], Settings.from_env())
-    monkeypatch.setattr(bench_run, "device_facts", lambda ordinal: H200)
+    monkeypatch.setattr(gpu, "device_facts", lambda ordinal: H200)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(GpuMissing, match="that torch"):
         bench_run.run_bench([PROBLEM], Settings.from_env())

@@ -648,7 +648,7 @@ def test_bench_fails_where_the_fallback_would_answer(
 def test_bench_without_a_gpu(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import kgen.bench.run as bench
+    import kgen.bench.gpu as bench
 
     def none(ordinal: int) -> Any:
         raise DriverError("no CUDA driver")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kgen.bench import host
+from kgen.bench import gpu, host
 from kgen.bench.host import HostCost, HostReport, make_calls, time_calls
 from kgen.errors import DriverError, GpuMissing, LaunchError
 from kgen.problem import GemmProblem
@@ -152,7 +152,7 @@ def test_the_bench_reports_and_refuses(world: World, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(GpuMissing, match="a Hopper GPU that torch"):
         host.run_host_bench(problem)
-    monkeypatch.setattr(host, "_hopper", lambda: driver.device_facts(0))
+    monkeypatch.setattr(host, "hopper_device", lambda *_: driver.device_facts(0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     on_cpu = make_calls(problem, "cpu", 2)
     del on_cpu["torch._scaled_mm"]
@@ -174,6 +174,6 @@ def test_no_driver_is_no_gpu(world: World, monkeypatch: pytest.MonkeyPatch) -> N
     def missing(ordinal: int) -> Any:
         raise DriverError("no CUDA driver on this machine")
 
-    monkeypatch.setattr(host, "device_facts", missing)
+    monkeypatch.setattr(gpu, "device_facts", missing)
     with pytest.raises(GpuMissing, match="no CUDA driver"):
         host.run_host_bench()
