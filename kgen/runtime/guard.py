@@ -34,7 +34,8 @@ def same_as(tensors: tuple[torch.Tensor, ...]) -> Same:
     Never true for others. May be false for equal ones under another mode of PyTorch (inference,
     autocast) or of another Python class: compare their `layout_of` then, and make a new check.
     """
-    if _TensorGuards is not None:
+    # A guard made for a tensor that requires a gradient accepts it also while autograd records.
+    if _TensorGuards is not None and not any(t.requires_grad for t in tensors):
         try:
             return _compiled(tensors)
         except (TypeError, SystemError, RuntimeError):

