@@ -48,6 +48,7 @@ class GemmConfig:
     block_m, block_n       rows and columns of D a CTA computes at a time
     num_stages             depth of the shared-memory pipeline, in K blocks of 128
     num_math_warpgroups    warpgroups that issue WGMMA; they share block_m
+    num_load_warps         warps that bring A and B: 1 for both, or 2, one for each
     num_accumulators       partial accumulators a warpgroup keeps: 2 overlap promotion with WGMMA
     cluster_m, cluster_n   CTAs of a cluster along M (share B by multicast) and N (share A)
     split_k                CTAs of a cluster that share one tile's K range and add up in order
@@ -61,6 +62,7 @@ class GemmConfig:
     block_n: int = 128
     num_stages: int = 4
     num_math_warpgroups: int = 2
+    num_load_warps: int = 2
     num_accumulators: int = 1
     cluster_m: int = 1
     cluster_n: int = 1
@@ -240,6 +242,8 @@ def _why_not_a_kernel(c: GemmConfig, d_dtype: str, device: Device) -> Invalid | 
         return Invalid(
             "num_math_warpgroups", f"num_math_warpgroups={c.num_math_warpgroups}: expected 1 to 3"
         )
+    if c.num_load_warps not in (1, 2):
+        return Invalid("num_load_warps", f"num_load_warps={c.num_load_warps}: expected 1 or 2")
     if c.num_accumulators not in (1, 2):
         return Invalid(
             "num_accumulators", f"num_accumulators={c.num_accumulators}: expected 1 or 2"

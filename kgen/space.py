@@ -31,6 +31,7 @@ AXES: Final[dict[str, tuple[Any, ...]]] = {
     ),
     "num_stages": (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16),
     "num_math_warpgroups": (1, 2, 3),
+    "num_load_warps": (1, 2),
     "num_accumulators": (1, 2),
     "cluster_m": (1, 2),
     "cluster_n": (1, 2),
@@ -42,7 +43,12 @@ AXES: Final[dict[str, tuple[Any, ...]]] = {
     "sass_pass": ("none", "interleave"),
 }
 #: Axes whose value decides nothing about validity once the other axes are settled.
-FREE_AXES: Final = ("num_stages", "raster_along", "raster_group", "baked_dims", "sass_pass")
+FREE_AXES: Final = (
+    *("num_stages", "num_load_warps", "raster_along", "raster_group", "baked_dims", "sass_pass"),
+)
+#: A second load warp fills a ring of small stages faster: 1 to 9 % on an H200 for every winner with
+#: fewer rows of A and B in a stage than this, and from there on it may as well lose.
+MIN_ROWS_ONE_LOAD_WARP: Final = 256
 #: Pipeline depths tried, as shares of the deepest that fits: memory left over is worth nothing,
 #: but a shallower ring asks for less at once (TileOPs: a fifth stage cost 5 % at block_n=192).
 DEPTH_SHARES: Final = (1.0, 0.75, 0.5)
@@ -59,12 +65,15 @@ _ORDERED: Final = {
     "block_n": (1 / 32, False),
     "num_stages": (1 / 8, False),
     "num_math_warpgroups": (1.0, False),
+    "num_load_warps": (1 / 4, False),
     "num_accumulators": (1.0, False),
     "cluster_m": (1.0, True),
     "cluster_n": (1.0, True),
     "split_k": (1.0, True),
     "raster_group": (1 / 8, True),
 }
+#: Axes that multiply the points at a depth of the ring, the finishes apart.
+_FREE_AT_A_DEPTH: Final = ("num_load_warps", "raster_along", "raster_group")
 #: How far apart two different names are.
 _NAMED_STEP: Final = 0.25
 
@@ -158,26 +167,38 @@ def _walk(
 ) -> tuple[tuple[GemmConfig, ...], Counter[str]]:
     tiles, left_out = _tiles(problem.d_dtype, problem.num_sms, device)
     finishes = list(product(AXES["baked_dims"], sass_passes))
-    walks_per_depth = len(AXES["raster_along"]) * len(AXES["raster_group"])
+    points_per_depth = len(finishes) * prod(len(AXES[name]) for name in _FREE_AT_A_DEPTH)
     left_out = Counter({r: points * len(finishes) for r, points in left_out.items()})
     configs: list[GemmConfig] = []
     for tile in tiles:
-        points = len(finishes) * walks_per_depth * len(tile.depths)
+        points = points_per_depth * len(tile.depths)
         rule = _why_not_for(problem, tile.config, device)
         if rule:
             left_out[rule] += points
             continue
         depths = _depths(problem, tile, device)
         walks = _raster_walks(problem, tile.config, device)
-        kept = len(finishes) * walks_per_depth * len(depths)
-        left_out["redundant_num_stages"] += points - kept
-        left_out["redundant_raster"] += kept - len(finishes) * len(walks) * len(depths)
-        configs += [
-            _with(tile.config, num_stages=depth, **walk, baked_dims=baked, sass_pass=sass_pass)
+        load_warps = _load_warps(tile.config)
+        left_out["redundant_num_stages"] += points - points_per_depth * len(depths)
+        points = points_per_depth * len(depths)
+        kept = points * len(load_warps) // len(AXES["num_load_warps"])
+        left_out["redundant_load_warps"] += points - kept
+        found = [
+            _with(
+                tile.config,
+                num_stages=depth,
+                num_load_warps=warps,
+                **walk,
+                baked_dims=baked,
+                sass_pass=sass_pass,
+            )
             for depth in depths
+            for warps in load_warps
             for walk in walks
             for baked, sass_pass in finishes
         ]
+        left_out["redundant_raster"] += kept - len(found)
+        configs += found
     return tuple(configs), +left_out
 
 
@@ -186,7 +207,7 @@ def _tiles(d_dtype: str, num_sms: int, device: Device) -> tuple[tuple[_Tile, ...
     """Kernels for a problem without end, whose sizes forbid nothing, and what rules forbid."""
     endless = GemmProblem("dense", 2**30, 2**30, 2**30, d_dtype=d_dtype, num_sms=num_sms)
     names = [name for name in AXES if name not in FREE_AXES]
-    walks = len(AXES["raster_along"]) * len(AXES["raster_group"])
+    points = prod(len(AXES[name]) for name in _FREE_AT_A_DEPTH)
     left_out: Counter[str] = Counter()
     tiles: list[_Tile] = []
     for values in product(*(AXES[name] for name in names)):
@@ -197,7 +218,7 @@ def _tiles(d_dtype: str, num_sms: int, device: Device) -> tuple[tuple[_Tile, ...
             invalid = why_invalid(endless, config, device)
             if invalid:  # and so is every deeper ring
                 deeper = len(AXES["num_stages"]) - len(fitting)
-                left_out[invalid.rule] += deeper * walks
+                left_out[invalid.rule] += deeper * points
                 break
             fitting.append(depth)
         if fitting:
@@ -245,6 +266,12 @@ def _depths(p: GemmProblem, tile: _Tile, device: Device) -> list[int]:
     useful = [depth for depth in tile.depths if depth <= blocks] or [tile.depths[0]]
     depths = {max(useful[0], int(share * useful[-1])) for share in DEPTH_SHARES}
     return sorted(depths & set(useful), reverse=True)
+
+
+def _load_warps(c: GemmConfig) -> tuple[int, ...]:
+    """Most first: what a default takes."""
+    both: tuple[int, ...] = AXES["num_load_warps"][::-1]
+    return both if c.block_m + c.block_n >= MIN_ROWS_ONE_LOAD_WARP else both[:1]
 
 
 def _raster_walks(p: GemmProblem, c: GemmConfig, device: Device) -> list[dict[str, Any]]:

@@ -30,6 +30,7 @@ def landscape(c: GemmConfig) -> float:
     away = 0.2 * abs(math.log2(c.block_m / 128)) + abs(c.block_n - 152) / 200
     away += 0.04 * abs(c.num_stages - 5) + 0.02 * abs(math.log2(c.raster_group / 8))
     away += 0.05 * (c.cluster_n != 2) + 0.03 * (c.raster_along != "n")
+    away += 0.03 * (c.num_load_warps != 2)
     return 10.0 * (1 + away + 0.02 * (c.baked_dims != "nk"))
 
 
@@ -125,7 +126,7 @@ def test_seeds_come_first_in_their_order() -> None:
     assert make_strategy("random", VALID, seeds).ask_many(3) != expected
 
 
-@pytest.mark.parametrize(("ahead", "num_seeds"), [(1, 3), (8, 2)])
+@pytest.mark.parametrize(("ahead", "num_seeds"), [(1, 6), (8, 4)])
 def test_tpe_beats_random_on_a_smooth_landscape(ahead: int, num_seeds: int) -> None:
     """By what 64 measurements find, on average; random takes no time and is averaged widely."""
 
@@ -135,7 +136,7 @@ def test_tpe_beats_random_on_a_smooth_landscape(ahead: int, num_seeds: int) -> N
 
     least = min(map(landscape, VALID))
     tpe, by_chance = mean("tpe", num_seeds) - least, mean("random", 50) - least
-    assert tpe < by_chance * 0.6
+    assert tpe < by_chance * 0.7
 
 
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf, 0.0, -1.0])
@@ -222,7 +223,8 @@ def test_a_resumed_search_goes_on_from_what_is_known() -> None:
     half = search(make_strategy("tpe", VALID, seed=7), landscape, 40)
     rest = search(make_strategy("tpe", VALID, known=dict(half), seed=8), landscape, 24)
     assert not {config for config, _ in half} & {config for config, _ in rest}
-    assert min(best_us(half), best_us(rest)) < min(map(landscape, VALID)) * 1.08
+    uncut = search(make_strategy("tpe", VALID, seed=7), landscape, 64)
+    assert min(best_us(half), best_us(rest)) < best_us(uncut) * 1.05
     later = [us for _, us in rest if us is not None]
     first = [us for _, us in half[:10] if us is not None]
     assert sum(later) / len(later) < 0.9 * sum(first) / len(first)

@@ -4,6 +4,7 @@
 // block_n = 152
 // num_stages = 4
 // num_math_warpgroups = 2
+// num_load_warps = 2
 // num_accumulators = 1
 // cluster_m = 2
 // cluster_n = 1
@@ -12,7 +13,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: a1a68de2f8d65d539e9490ebeaf30a896a0c4a4694e96cdc1b4e506fb43cddaa
+// Body SHA-256: 73db05b0c25a7e7bf8e2d2bf0b1670c1de11e32bd70c50525fc458f3a022116e
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -43,6 +44,8 @@ static_assert(sizeof(GemmArgs) == 640, "the host packs 640 bytes");
 // ---- the configuration, and what follows from it.
 constexpr u32 kBlockM = 128, kBlockN = 152, kBlockK = 128;
 constexpr u32 kNumStages = 4;
+static_assert(kNumStages <= 32, "a lane sets up a stage's barriers");
+constexpr u32 kNumLoadWarps = 2;
 constexpr u32 kNumMathWarpgroups = 2, kNumThreads = 384;
 constexpr u32 kClusterM = 2, kClusterN = 1, kSplitK = 1;
 constexpr u32 kClusterSize = kClusterM * kClusterN * kSplitK;
@@ -92,6 +95,12 @@ __device__ __forceinline__ void mbarrier_init_fence() {
 
 __device__ __forceinline__ void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+// Adds to the bytes that the present phase waits for, without arriving.
+__device__ __forceinline__ void mbarrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
 
@@ -339,94 +348,81 @@ struct Stage {
     }
 };
 
-// ---- producer: one thread brings tiles of A and B (and the scales of A) by TMA.
-struct TileLoader {
-    const GemmArgs& args;
-    const u32 smem, stage_bytes;
-    TileScheduler tiles;
-    Stage stage;
-    Work work;
-    u32 block;
+// ---- producer: a thread for A and B, or one for each, and a warp for the scales, each at its own pace.
+// A thread takes some 50 ns to start a copy, a microsecond to fill a ring of small stages.
 
-    __device__ __forceinline__ TileLoader(const GemmArgs& args, const Extent& extent, u32 smem, u32 rank)
-        : args(args),
-          smem(smem),
-          stage_bytes(kAStageBytes + kBStageBytes + (args.sfa_direct ? 0 : kBlockM * 4)),
-          tiles(extent, rank),
-          work{0, 0, 0, 0},
-          block(0) {}
-
-    // Starts the loads of the next K block once its stage is free; false when there is none left.
-    __device__ __forceinline__ bool load_next() {
-        if (block == work.k_end) {
-            if (!tiles.next(work)) return false;
-            block = work.k_begin;
-        }
-        const u32 full = smem + kFullOffset + stage.index * 8;
-        mbarrier_wait(smem + kEmptyOffset + stage.index * 8, stage.parity ^ 1);
-        mbarrier_arrive_expect(full, stage_bytes);
-        if (!args.sfa_direct)
-            tma_load(smem + kSfaOffset + stage.index * kSfaStageBytes, &args.map_sfa, work.m0, block, full);
-        load_a(smem + stage.index * kAStageBytes, full);
-        load_b(smem + kBOffset + stage.index * kBStageBytes, full);
-        ++block;
-        stage.advance();
-        return true;
-    }
-
-    __device__ __forceinline__ void load_a(u32 a, u32 full) {
-        tma_load(a, &args.map_a, block * kBlockK, work.m0, full);
-    }
-
-    __device__ __forceinline__ void load_b(u32 b, u32 full) {
-        // The CTAs along M need the same rows of B.
-        const u32 mask = ((1u << kClusterM) - 1) << (tiles.rank_n * kClusterM);
-        // Slices would break the swizzle's groups of 8 rows: they take turns instead.
-        if (block % kClusterM == tiles.rank_m)
-            tma_load_multicast(b, &args.map_b, block * kBlockK, work.n0, full, mask);
-    }
-
-    __device__ __forceinline__ void load_all() {
-        while (load_next()) {}
-        // Peers still signal these barriers: leave once every stage is back.
-        if constexpr (kClusterM * kClusterN > 1)
-            for (u32 i = 0; i < kNumStages; ++i, stage.advance())
-                mbarrier_wait(smem + kEmptyOffset + stage.index * 8, stage.parity ^ 1);
-    }
-};
-
-// ---- producer: one warp brings the scales of B, and those of A where TMA can not take their pitch.
-// A lane's arrival follows its copies, so nothing waits here for data.
-__device__ __forceinline__ void load_scales(const GemmArgs& args, const Extent& extent, u32 smem, u32 rank,
-                                            u32 lane) {
-    const bool direct = args.sfa_direct;
-    if (lane >= (direct ? 32 : kNumBScales)) return;
+// Calls load(work, K block, stage, its full barrier) for every K block of this CTA once its stage is free.
+template <class Load>
+__device__ __forceinline__ void for_each_stage(const Extent& extent, u32 smem, u32 rank, Load load) {
     TileScheduler tiles(extent, rank);
     Stage stage;
     Work work;
     while (tiles.next(work)) {
-        const u32 b_row = work.n0 / 128 + lane;
-        const bool b_valid = b_row < extent.b_scale_rows;
-        const float* sfb = args.sfb + (b_valid ? b_row * args.sfb_stride_n : 0);
 #pragma unroll 1
         for (u32 block = work.k_begin; block < work.k_end; ++block, stage.advance()) {
-            const u32 full = smem + kFullOffset + stage.index * 8;
             mbarrier_wait(smem + kEmptyOffset + stage.index * 8, stage.parity ^ 1);
-            if (lane < kNumBScales)
-                copy_async_float(smem + kSfbOffset + stage.index * kSfbStageBytes + lane * 4,
-                                 sfb + block * args.sfb_stride_k, b_valid);
-            if (direct) {
-                const float* sfa = args.sfa + block * args.sfa_stride_k;
-#pragma unroll 1
-                for (u32 row = lane; row < kBlockM; row += 32) {
-                    const bool valid = work.m0 + row < args.m;
-                    copy_async_float(smem + kSfaOffset + stage.index * kSfaStageBytes + row * 4,
-                                     sfa + (valid ? work.m0 + row : 0) * args.sfa_stride_m, valid);
-                }
-            }
-            copy_async_arrive(full);
+            load(work, block, stage.index, smem + kFullOffset + stage.index * 8);
         }
     }
+    // Peers still signal these barriers: leave once every stage is back.
+    if constexpr (kClusterM * kClusterN > 1)
+        for (u32 i = 0; i < kNumStages; ++i, stage.advance())
+            mbarrier_wait(smem + kEmptyOffset + stage.index * 8, stage.parity ^ 1);
+}
+
+__device__ __forceinline__ void load_a(const GemmArgs& args, const Work& work, u32 block, u32 a, u32 full,
+                                       u32 rank) {
+    tma_load(a, &args.map_a, block * kBlockK, work.m0, full);
+}
+
+__device__ __forceinline__ void load_b(const GemmArgs& args, const Work& work, u32 block, u32 b, u32 full,
+                                       u32 rank) {
+    // The CTAs along M need the same rows of B.
+    const u32 rank_m = rank % kClusterM;
+    const u32 mask = ((1u << kClusterM) - 1) << (rank - rank_m);
+    // Slices would break the swizzle's groups of 8 rows: they take turns instead.
+    if (block % kClusterM == rank_m) tma_load_multicast(b, &args.map_b, block * kBlockK, work.n0, full, mask);
+}
+
+// One thread brings tiles of A, or of B, or of both.
+template <bool kLoadsA, bool kLoadsB>
+__device__ __forceinline__ void load_operands(const GemmArgs& args, const Extent& extent, u32 smem, u32 rank) {
+    for_each_stage(extent, smem, rank, [&](const Work& work, u32 block, u32 stage, u32 full) {
+        mbarrier_arrive_expect(full, (kLoadsA ? kAStageBytes : 0) + (kLoadsB ? kBStageBytes : 0));
+        if constexpr (kLoadsA) load_a(args, work, block, smem + stage * kAStageBytes, full, rank);
+        if constexpr (kLoadsB) load_b(args, work, block, smem + kBOffset + stage * kBStageBytes, full, rank);
+    });
+}
+
+// The scales of B, and those of A: by TMA, or one by one where TMA can not take their pitch. A lane's
+// arrival follows its copies, so nothing waits here for data.
+__device__ __forceinline__ void load_scales(const GemmArgs& args, const Extent& extent, u32 smem, u32 rank,
+                                            u32 lane) {
+    const bool direct = args.sfa_direct;
+    if (lane >= (direct ? 32 : kNumBScales)) return;
+    for_each_stage(extent, smem, rank, [&](const Work& work, u32 block, u32 stage, u32 full) {
+        const u32 sfa = smem + kSfaOffset + stage * kSfaStageBytes;
+        if (lane < kNumBScales) {
+            const u32 b_row = work.n0 / 128 + lane;
+            const bool valid = b_row < extent.b_scale_rows;
+            copy_async_float(smem + kSfbOffset + stage * kSfbStageBytes + lane * 4,
+                             args.sfb + (valid ? b_row * args.sfb_stride_n + block * args.sfb_stride_k : 0), valid);
+        }
+        if (direct) {
+#pragma unroll 1
+            for (u32 row = lane; row < kBlockM; row += 32) {
+                const bool valid = work.m0 + row < args.m;
+                copy_async_float(
+                    sfa + row * 4,
+                    args.sfa + (valid ? (work.m0 + row) * args.sfa_stride_m + block * args.sfa_stride_k : 0),
+                    valid);
+            }
+        } else if (lane == 0) {
+            mbarrier_expect(full, kBlockM * 4);
+            tma_load(sfa, &args.map_sfa, work.m0, block, full);
+        }
+        copy_async_arrive(full);
+    });
 }
 
 // ---- math warpgroups: WGMMA inside a K block, scaled sums over K blocks in FP32.
@@ -647,20 +643,21 @@ kgen_gemm(const __grid_constant__ GemmArgs args) {
     const Extent extent(args.m, n, k);
 
     constexpr u32 producer_warp = kNumMathWarpgroups * 4;
-    if (warp == 0 && lane == 0) prefetch_tensor_map(&args.map_d);
-    if (warp == producer_warp && lane == 0) {
+    if (warp == producer_warp) {
+        // Full: each thread that loads A or B, and each scale lane. Empty: each math warp of every CTA in the
+        // cluster that shares a tile, since any of them may write here.
+        const u32 scale_lanes = args.sfa_direct ? 32 : kNumBScales;
+        if (lane < kNumStages) {
+            mbarrier_init(smem + kFullOffset + lane * 8, kNumLoadWarps + scale_lanes);
+            mbarrier_init(smem + kEmptyOffset + lane * 8, kNumMathWarpgroups * 4 * kClusterM * kClusterN);
+        }
+        mbarrier_init_fence();
+    } else if (warp == producer_warp + 1 && lane == 0) {
         if (smem % 1024) __trap();  // swizzled tiles need it
         prefetch_tensor_map(&args.map_a);
         prefetch_tensor_map(&args.map_b);
+        prefetch_tensor_map(&args.map_d);
         if (!args.sfa_direct) prefetch_tensor_map(&args.map_sfa);
-        // Full: the TMA thread, and each scale lane. Empty: each math warp of every CTA in the cluster
-        // that shares a tile, since any of them may write here.
-        const u32 scale_lanes = args.sfa_direct ? 32 : kNumBScales;
-        for (u32 i = 0; i < kNumStages; ++i) {
-            mbarrier_init(smem + kFullOffset + i * 8, 1 + scale_lanes);
-            mbarrier_init(smem + kEmptyOffset + i * 8, kNumMathWarpgroups * 4 * kClusterM * kClusterN);
-        }
-        mbarrier_init_fence();
     }
     if constexpr (kClusterSize > 1) cluster_sync();
     else __syncthreads();
@@ -668,9 +665,11 @@ kgen_gemm(const __grid_constant__ GemmArgs args) {
     if (warp >= producer_warp) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (warp == producer_warp) {
-            if (lane == 0) TileLoader(args, extent, smem, rank).load_all();
+            if (lane == 0) load_operands<kNumLoadWarps == 1, true>(args, extent, smem, rank);
         } else if (warp == producer_warp + 1) {
             load_scales(args, extent, smem, rank, lane);
+        } else if (kNumLoadWarps == 2 && warp == producer_warp + 2) {
+            if (lane == 0) load_operands<true, false>(args, extent, smem, rank);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
