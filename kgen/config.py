@@ -24,6 +24,9 @@ WARPGROUP_THREADS: Final = 128
 #: Largest cluster that every Hopper part must schedule (CUDA C++ guide: portable cluster size).
 MAX_CLUSTER: Final = 8
 MAX_STAGES: Final = 16
+#: A thread takes some 50 ns to start a copy. Small stages need one for A and one for B to fill the
+#: ring in time (1 to 9 % on an H200); with this many rows of A and B in a stage one does as well.
+MIN_ROWS_ONE_LOAD_WARP: Final = 256
 #: Registers per thread after setmaxnreg, by number of math warpgroups: (producer, math).
 #: 64K registers a CTA; 384 threads launch with 168 each, 512 with 128 each. With one math
 #: warpgroup each thread has 255 at launch, the most an instruction can name: no setmaxnreg, and
@@ -36,6 +39,7 @@ MATH_OVERHEAD_REGISTERS: Final = {1: 24, 2: 24, 3: 22}
 WAVE_OVERHEAD_REGISTERS: Final = 7
 CLUSTER_OVERHEAD_REGISTERS: Final = 9
 FP32_OVERHEAD_REGISTERS: Final = 9
+B_EVICTIONS: Final = ("evict_normal", "evict_first")
 RASTER_ALONG: Final = ("m", "n")
 BAKED_DIMS: Final = ("none", "nk")
 SASS_PASSES: Final = ("none", "interleave")
@@ -48,10 +52,11 @@ class GemmConfig:
     block_m, block_n       rows and columns of D a CTA computes at a time
     num_stages             depth of the shared-memory pipeline, in K blocks of 128
     num_math_warpgroups    warpgroups that issue WGMMA; they share block_m
-    num_load_warps         warps that bring A and B: 1 for both, or 2, one for each
     num_accumulators       partial accumulators a warpgroup keeps: 2 overlap promotion with WGMMA
     cluster_m, cluster_n   CTAs of a cluster along M (share B by multicast) and N (share A)
     split_k                CTAs of a cluster that share one tile's K range and add up in order
+    b_eviction             what L2 does with B, "evict_first" or "evict_normal": B that is read once
+                           need not displace others, which a cold L2 would have to write back
     raster_along           dimension walked first within a strip of tiles
     raster_group           blocks of that dimension in a strip
     baked_dims             "nk": N and K are constants of the source; "none": arguments
@@ -62,11 +67,11 @@ class GemmConfig:
     block_n: int = 128
     num_stages: int = 4
     num_math_warpgroups: int = 2
-    num_load_warps: int = 2
     num_accumulators: int = 1
     cluster_m: int = 1
     cluster_n: int = 1
     split_k: int = 1
+    b_eviction: str = "evict_normal"
     raster_along: str = "m"
     raster_group: int = 8
     baked_dims: str = "none"
@@ -125,6 +130,7 @@ class Resources:
     """
 
     threads: int
+    num_load_warps: int
     producer_registers: int
     math_registers: int
     rows_per_warpgroup: int
@@ -191,6 +197,7 @@ def resources(config: GemmConfig, d_dtype: str = "bf16") -> Resources:
     barrier_offset = sfb_offset + c.num_stages * 16
     return Resources(
         threads=WARPGROUP_THREADS * (1 + c.num_math_warpgroups),
+        num_load_warps=1 if c.block_m + c.block_n >= MIN_ROWS_ONE_LOAD_WARP else 2,
         producer_registers=producer,
         math_registers=math,
         rows_per_warpgroup=rows,
@@ -242,12 +249,12 @@ def _why_not_a_kernel(c: GemmConfig, d_dtype: str, device: Device) -> Invalid | 
         return Invalid(
             "num_math_warpgroups", f"num_math_warpgroups={c.num_math_warpgroups}: expected 1 to 3"
         )
-    if c.num_load_warps not in (1, 2):
-        return Invalid("num_load_warps", f"num_load_warps={c.num_load_warps}: expected 1 or 2")
     if c.num_accumulators not in (1, 2):
         return Invalid(
             "num_accumulators", f"num_accumulators={c.num_accumulators}: expected 1 or 2"
         )
+    if c.b_eviction not in B_EVICTIONS:
+        return Invalid("b_eviction", f"b_eviction={c.b_eviction!r}: expected one of {B_EVICTIONS}")
     if c.raster_along not in RASTER_ALONG:
         return Invalid("raster_along", f"raster_along={c.raster_along!r}: expected m or n")
     if c.raster_group < 1:

@@ -158,6 +158,8 @@ def work_of(p: GemmProblem, c: GemmConfig, device: Device) -> Work:
         ring_rows=ring_rows,
         min_bytes=p.min_bytes,
         again_bytes=again_bytes,
+        evict_first=float(c.b_eviction == "evict_first"),
+        b_again_bytes=(m_clusters - 1) * p.n * p.k,
         reuse_bytes=reuse_bytes,
         d_bytes=D_DTYPE_BYTES[p.d_dtype],
         num_sms=device.num_sms,

@@ -44,6 +44,8 @@ class Work(NamedTuple):
     load_rows                 rows of A and B that a CTA loads per K block
     ring_rows                 rows of all CTAs' rings
     min_bytes, again_bytes    through device memory at least; and once more if not kept in L2
+    evict_first               1 where L2 gives up B first, else 0
+    b_again_bytes             of B, read by more blocks of rows than the first
     reuse_bytes               what passes through L2 between two uses of the latter
     d_bytes                   of one element
     """
@@ -69,6 +71,8 @@ class Work(NamedTuple):
     ring_rows: float
     min_bytes: float
     again_bytes: float
+    evict_first: float
+    b_again_bytes: float
     reuse_bytes: float
     d_bytes: float
     num_sms: float
@@ -133,6 +137,9 @@ class Fit:
     sm_gbps: float = 94.22
     #: Cold also means dirty: the first bytes, up to an L2 full, push others out to memory.
     dirty_share: float = 0.08148
+    #: What B spares of that when it is given up first, and the share of B to be fetched again then.
+    evict_first_spares: float = 0.8
+    evict_first_loses: float = 0.1
     #: Requests in flight beyond need crowd each other: rings as a share of L2; CTAs in lockstep.
     ring_crowding: float = 0.2091
     multicast_crowding: float = 0.03183
@@ -175,7 +182,7 @@ def times(w: Work, fit: Fit = FIT) -> Times:
     dram_us = _dram_us(w, fit)
     main_us = w.rounds * (w.k_blocks * block_us + epilogue_us)
     fixed_us = fit.launch_us + fit.fill_us + fit.stage_us * w.stages
-    fixed_us = fixed_us + fit.cluster_us * w.clustered + fit.split_us * (w.clustered - w.multicast)
+    fixed_us = fixed_us + fit.cluster_us * w.clustered + fit.split_us * _is_split(w)
     total_us = fixed_us + _soft(fit.memory_softness, main_us, dram_us + epilogue_us)
     busy = tensor_us / block_us
     total_us = total_us * (1 + fit.power_share * busy * total_us / (total_us + POWER_US))
@@ -219,14 +226,19 @@ def _epilogue_us(w: Work, fit: Fit, tick: float) -> float:
         + fit.reduce_us_per_kb * w.block_m * w.block_n * 4 / 1e3
         + fit.reduce_us_per_cta * w.split_k
     )
-    is_split = w.clustered - w.multicast
-    return tick * (store_us + is_split * (reduce_us - store_us))
+    return tick * (store_us + _is_split(w) * (reduce_us - store_us))
+
+
+def _is_split(w: Work) -> float:
+    return _smaller(1.0, w.split_k - 1)
 
 
 def _dram_us(w: Work, fit: Fit) -> float:
     """All bytes through device memory; the last round's CTAs may be too few to fill it."""
     moved_bytes = w.min_bytes + lost_bytes(w.again_bytes, w.reuse_bytes, w.l2_bytes, fit)
-    moved_bytes = moved_bytes + fit.dirty_share * _smaller(moved_bytes, w.l2_bytes)
+    dirty_share = fit.dirty_share * (1 - fit.evict_first_spares * w.evict_first)
+    moved_bytes = moved_bytes + dirty_share * _smaller(moved_bytes, w.l2_bytes)
+    moved_bytes = moved_bytes + fit.evict_first_loses * w.evict_first * w.b_again_bytes
     full_gbps = w.dram_gbps * fit.dram_share * w.box_rows / (w.box_rows + fit.box_rows_lost)
     last_share = w.last_ctas / (w.rounds * w.ctas)
     us_per_kb = (1 - last_share) / _drawn_gbps(w, fit, full_gbps, w.ctas)

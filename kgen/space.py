@@ -31,11 +31,11 @@ AXES: Final[dict[str, tuple[Any, ...]]] = {
     ),
     "num_stages": (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16),
     "num_math_warpgroups": (1, 2, 3),
-    "num_load_warps": (1, 2),
     "num_accumulators": (1, 2),
     "cluster_m": (1, 2),
     "cluster_n": (1, 2),
     "split_k": (1, 2, 4, 8),
+    "b_eviction": ("evict_normal", "evict_first"),
     "raster_along": ("m", "n"),
     "raster_group": (4, 8, 16),
     # "nk" was measured to gain nothing (M=512, 4096x7168 on an H200) and costs a build per N and K.
@@ -44,11 +44,11 @@ AXES: Final[dict[str, tuple[Any, ...]]] = {
 }
 #: Axes whose value decides nothing about validity once the other axes are settled.
 FREE_AXES: Final = (
-    *("num_stages", "num_load_warps", "raster_along", "raster_group", "baked_dims", "sass_pass"),
+    *("num_stages", "b_eviction", "raster_along", "raster_group", "baked_dims", "sass_pass"),
 )
-#: A second load warp fills a ring of small stages faster: 1 to 9 % on an H200 for every winner with
-#: fewer rows of A and B in a stage than this, and from there on it may as well lose.
-MIN_ROWS_ONE_LOAD_WARP: Final = 256
+#: Blocks of rows that read the same B: from here on it is worth keeping. On an H200 "evict_first"
+#: brought up to 11 % where one block does, -3 to 5 % for two to four, and cost 2 to 5 % beyond.
+MAX_BLOCKS_EVICT_FIRST: Final = 4
 #: Pipeline depths tried, as shares of the deepest that fits: memory left over is worth nothing,
 #: but a shallower ring asks for less at once (TileOPs: a fifth stage cost 5 % at block_n=192).
 DEPTH_SHARES: Final = (1.0, 0.75, 0.5)
@@ -65,7 +65,6 @@ _ORDERED: Final = {
     "block_n": (1 / 32, False),
     "num_stages": (1 / 8, False),
     "num_math_warpgroups": (1.0, False),
-    "num_load_warps": (1 / 4, False),
     "num_accumulators": (1.0, False),
     "cluster_m": (1.0, True),
     "cluster_n": (1.0, True),
@@ -73,7 +72,7 @@ _ORDERED: Final = {
     "raster_group": (1 / 8, True),
 }
 #: Axes that multiply the points at a depth of the ring, the finishes apart.
-_FREE_AT_A_DEPTH: Final = ("num_load_warps", "raster_along", "raster_group")
+_FREE_AT_A_DEPTH: Final = ("b_eviction", "raster_along", "raster_group")
 #: How far apart two different names are.
 _NAMED_STEP: Final = 0.25
 
@@ -112,9 +111,11 @@ def leading_configs(problem: GemmProblem, device: Device) -> list[list[GemmConfi
     for tile in _tiles(problem.d_dtype, problem.num_sms, device)[0]:
         if _why_not_for(problem, tile.config, device):
             continue
+        eviction = _evictions(problem, tile.config)[0]
         walks = _raster_walks(problem, tile.config, device)
         for depth in _depths(problem, tile, device):
-            found.append([_with(tile.config, num_stages=depth, **walk) for walk in walks])
+            plain = _with(tile.config, num_stages=depth, b_eviction=eviction)
+            found.append([_with(plain, **walk) for walk in walks])
     return found
 
 
@@ -143,7 +144,8 @@ def _coordinates(config: GemmConfig) -> tuple[tuple[float, ...], tuple[str, ...]
     for name, (scale, logarithmic) in _ORDERED.items():
         value = getattr(config, name)
         ordered.append(scale * (log2(value) if logarithmic else value))
-    return tuple(ordered), (config.raster_along, config.baked_dims, config.sass_pass)
+    names = (config.b_eviction, config.raster_along, config.baked_dims, config.sass_pass)
+    return tuple(ordered), names
 
 
 def _distance(
@@ -178,22 +180,22 @@ def _walk(
             continue
         depths = _depths(problem, tile, device)
         walks = _raster_walks(problem, tile.config, device)
-        load_warps = _load_warps(tile.config)
+        evictions = _evictions(problem, tile.config)
         left_out["redundant_num_stages"] += points - points_per_depth * len(depths)
         points = points_per_depth * len(depths)
-        kept = points * len(load_warps) // len(AXES["num_load_warps"])
-        left_out["redundant_load_warps"] += points - kept
+        kept = points * len(evictions) // len(AXES["b_eviction"])
+        left_out["redundant_b_eviction"] += points - kept
         found = [
             _with(
                 tile.config,
                 num_stages=depth,
-                num_load_warps=warps,
+                b_eviction=eviction,
                 **walk,
                 baked_dims=baked,
                 sass_pass=sass_pass,
             )
             for depth in depths
-            for warps in load_warps
+            for eviction in evictions
             for walk in walks
             for baked, sass_pass in finishes
         ]
@@ -268,10 +270,13 @@ def _depths(p: GemmProblem, tile: _Tile, device: Device) -> list[int]:
     return sorted(depths & set(useful), reverse=True)
 
 
-def _load_warps(c: GemmConfig) -> tuple[int, ...]:
-    """Most first: what a default takes."""
-    both: tuple[int, ...] = AXES["num_load_warps"][::-1]
-    return both if c.block_m + c.block_n >= MIN_ROWS_ONE_LOAD_WARP else both[:1]
+def _evictions(p: GemmProblem, c: GemmConfig) -> tuple[str, ...]:
+    """Policies worth a trial, the likelier first."""
+    blocks = ceil_div(p.m, c.block_m * c.cluster_m)
+    if blocks == 1:
+        return ("evict_first",)
+    both: tuple[str, ...] = AXES["b_eviction"]
+    return both if blocks <= MAX_BLOCKS_EVICT_FIRST else ("evict_normal",)
 
 
 def _raster_walks(p: GemmProblem, c: GemmConfig, device: Device) -> list[dict[str, Any]]:

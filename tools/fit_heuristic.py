@@ -57,6 +57,8 @@ PRIORS: Final[dict[str, tuple[float, float, str]]] = {
     "memory_softness": (8.0, 0.5, "guess"),
     "latency_us": (0.7, 0.3, "an L2 hit under load"),
     "dram_latency_us": (0.5, 0.5, "guess"),
+    "evict_first_spares": (0.8, 0.3, "h200: 39.1 to 35.0 us for 117 MB"),
+    "evict_first_loses": (0.1, 0.7, "guess"),
     "multicast_block_us": (0.02, 0.8, "guess: a remote arrival"),
     "tma_block_us": (0.1, 0.4, "h200: 16-row boxes stream at 0.13-0.15 us a box pair"),
     "row_past_end_us": (4.5e-5, 0.4, "DeepGEMM v1 with 64-row tiles at M=1 and 16"),

@@ -26,8 +26,8 @@ from kgen.runtime.tma import TensorMap
 ARGS_BYTES: Final = 640
 MAP_A, MAP_B, MAP_D, MAP_SFA, TAIL = 0, 128, 256, 384, 512
 #: sfa, sfb, sfa_stride_m, sfa_stride_k, sfb_stride_n, sfb_stride_k, m, n, k, sfa_direct, d,
-#: d_stride_m
-_TAIL: Final = struct.Struct("<2Q4q4IQq")
+#: d_stride_m, a, b, a_stride_m, b_stride_n
+_TAIL: Final = struct.Struct("<2Q4q4IQq2Q2q")
 #: Streams a launch remembers; programs use a few, and a forgotten one is only made again.
 _MAX_STREAMS: Final = 64
 #: Of cuLaunchKernelEx: configuration, function, parameter pointers, no extras.
@@ -108,7 +108,10 @@ class Operands:
         strides = (s.row_stride, s.col_stride, t.row_stride, t.col_stride)
         sizes = (self.a.rows, self.d.cols, self.a.cols)
         d = (self.d.address, self.d.row_stride)
-        return _TAIL.pack(s.address, t.address, *strides, *sizes, int(self.sfa_direct), *d)
+        a, b = self.a, self.b
+        operands = (a.address, b.address, a.row_stride, b.row_stride)
+        direct = int(self.sfa_direct)
+        return _TAIL.pack(s.address, t.address, *strides, *sizes, direct, *d, *operands)
 
 
 def operands(tensors: tuple[torch.Tensor, ...], d_dtype: str) -> Operands:

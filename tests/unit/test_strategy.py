@@ -30,7 +30,7 @@ def landscape(c: GemmConfig) -> float:
     away = 0.2 * abs(math.log2(c.block_m / 128)) + abs(c.block_n - 152) / 200
     away += 0.04 * abs(c.num_stages - 5) + 0.02 * abs(math.log2(c.raster_group / 8))
     away += 0.05 * (c.cluster_n != 2) + 0.03 * (c.raster_along != "n")
-    away += 0.03 * (c.num_load_warps != 2)
+    away += 0.03 * (c.b_eviction != "evict_first")
     return 10.0 * (1 + away + 0.02 * (c.baked_dims != "nk"))
 
 

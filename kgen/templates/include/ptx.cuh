@@ -80,6 +80,32 @@ __device__ __forceinline__ void tma_load_multicast(u32 destination, const Tensor
         : "memory");
 }
 
+// B that is read once: L2 gives it up first.
+constexpr u64 kEvictFirst = 0x12F0000000000000ull;
+
+__device__ __forceinline__ void tma_load_evict_first(u32 destination, const TensorMap* map, u32 inner,
+                                                     u32 outer, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(destination),
+        "l"(map), "r"(inner), "r"(outer), "r"(barrier), "l"(kEvictFirst)
+        : "memory");
+}
+
+__device__ __forceinline__ void tma_load_multicast_evict_first(u32 destination, const TensorMap* map,
+                                                               u32 inner, u32 outer, u32 barrier,
+                                                               u32 cta_mask) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(destination),
+        "l"(map), "r"(inner), "r"(outer), "r"(barrier), "h"(static_cast<u16>(cta_mask)), "l"(kEvictFirst)
+        : "memory");
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* pointer) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer) : "memory");
+}
+
 __device__ __forceinline__ void tma_store(const TensorMap* map, u32 source, u32 inner, u32 outer) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
                  "r"(source), "r"(inner), "r"(outer)
@@ -149,8 +175,8 @@ __device__ __forceinline__ u32 cluster_cta_rank() {
     return rank;
 }
 
-// Orders nothing but the barrier initialisation that mbarrier_init_fence released: a releasing arrival
-// costs a fence over the whole device.
+// Orders nothing but what mbarrier_init_fence released: a releasing arrival costs a fence over the whole
+// device.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
     asm volatile("barrier.cluster.wait;" ::: "memory");

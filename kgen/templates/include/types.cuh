@@ -21,5 +21,8 @@ struct alignas(64) GemmArgs {
     u32 sfa_direct;
     void* d;
     i64 d_stride_m;
+    const unsigned char* a;
+    const unsigned char* b;
+    i64 a_stride_m, b_stride_n;
 };
 static_assert(sizeof(GemmArgs) == 640, "the host packs 640 bytes");

@@ -4,16 +4,16 @@
 // block_n = 128
 // num_stages = 3
 // num_math_warpgroups = 2
-// num_load_warps = 2
 // num_accumulators = 1
 // cluster_m = 2
 // cluster_n = 1
 // split_k = 1
+// b_eviction = evict_normal
 // raster_along = n
 // raster_group = 8
 // baked_dims = nk
 // sass_pass = none
-// Body SHA-256: 4c5d28e710da3c43c424379637e767eb01d0080309830c589e5836704094e1c1
+// Body SHA-256: b15c279e464ab271ab0bb46f094c5163bb9cfbd1c782fdbf2c9fa5e00d9c00f2
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -38,6 +38,9 @@ struct alignas(64) GemmArgs {
     u32 sfa_direct;
     void* d;
     i64 d_stride_m;
+    const unsigned char* a;
+    const unsigned char* b;
+    i64 a_stride_m, b_stride_n;
 };
 static_assert(sizeof(GemmArgs) == 640, "the host packs 640 bytes");
 
@@ -46,7 +49,7 @@ constexpr u32 kN = 2112, kK = 7168;
 constexpr u32 kBlockM = 256, kBlockN = 128, kBlockK = 128;
 constexpr u32 kNumStages = 3;
 static_assert(kNumStages <= 32, "a lane sets up a stage's barriers");
-constexpr u32 kNumLoadWarps = 2;
+constexpr u32 kNumLoadWarps = 1;
 constexpr u32 kNumMathWarpgroups = 2, kNumThreads = 384;
 constexpr u32 kClusterM = 2, kClusterN = 1, kSplitK = 1;
 constexpr u32 kClusterSize = kClusterM * kClusterN * kSplitK;
@@ -157,6 +160,32 @@ __device__ __forceinline__ void tma_load_multicast(u32 destination, const Tensor
         : "memory");
 }
 
+// B that is read once: L2 gives it up first.
+constexpr u64 kEvictFirst = 0x12F0000000000000ull;
+
+__device__ __forceinline__ void tma_load_evict_first(u32 destination, const TensorMap* map, u32 inner,
+                                                     u32 outer, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(destination),
+        "l"(map), "r"(inner), "r"(outer), "r"(barrier), "l"(kEvictFirst)
+        : "memory");
+}
+
+__device__ __forceinline__ void tma_load_multicast_evict_first(u32 destination, const TensorMap* map,
+                                                               u32 inner, u32 outer, u32 barrier,
+                                                               u32 cta_mask) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(destination),
+        "l"(map), "r"(inner), "r"(outer), "r"(barrier), "h"(static_cast<u16>(cta_mask)), "l"(kEvictFirst)
+        : "memory");
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* pointer) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer) : "memory");
+}
+
 __device__ __forceinline__ void tma_store(const TensorMap* map, u32 source, u32 inner, u32 outer) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
                  "r"(source), "r"(inner), "r"(outer)
@@ -226,8 +255,8 @@ __device__ __forceinline__ u32 cluster_cta_rank() {
     return rank;
 }
 
-// Orders nothing but the barrier initialisation that mbarrier_init_fence released: a releasing arrival
-// costs a fence over the whole device.
+// Orders nothing but what mbarrier_init_fence released: a releasing arrival costs a fence over the whole
+// device.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
     asm volatile("barrier.cluster.wait;" ::: "memory");
@@ -348,6 +377,20 @@ struct Stage {
         }
     }
 };
+
+// Before anything else, the first K blocks of this CTA's B set out for L2: a cold load takes over a
+// microsecond, and TMA can not start before the barriers and the tensor map are there.
+__device__ __forceinline__ void prefetch_first_blocks(const GemmArgs& args, const Extent& extent, u32 n, u32 k,
+                                                      u32 rank) {
+    TileScheduler tiles(extent, rank);
+    Work work;
+    if (!tiles.next(work)) return;
+    const u32 blocks = min(3u, work.k_end - work.k_begin);
+    for (u32 i = threadIdx.x; i < kBlockN * blocks; i += kNumMathWarpgroups * 128) {
+        const u32 row = work.n0 + i / blocks, column = (work.k_begin + i % blocks) * kBlockK;
+        if (row < n && column < k) prefetch_l2(args.b + row * args.b_stride_n + column);
+    }
+}
 
 // ---- producer: a thread for A and B, or one for each, and a warp for the scales, each at its own pace.
 // A thread takes some 50 ns to start a copy, a microsecond to fill a ring of small stages.
@@ -641,6 +684,7 @@ kgen_gemm(const __grid_constant__ GemmArgs args) {
     const Extent extent(args.m, n, k);
 
     constexpr u32 producer_warp = kNumMathWarpgroups * 4;
+    if (warp < producer_warp) prefetch_first_blocks(args, extent, n, k, rank);
     if (warp == producer_warp) {
         // Full: each thread that loads A or B, and each scale lane. Empty: each math warp of every CTA in the
         // cluster that shares a tile, since any of them may write here.
@@ -657,20 +701,26 @@ kgen_gemm(const __grid_constant__ GemmArgs args) {
         prefetch_tensor_map(&args.map_d);
         if (!args.sfa_direct) prefetch_tensor_map(&args.map_sfa);
     }
-    if constexpr (kClusterSize > 1) cluster_sync();
-    else __syncthreads();
 
+    // Each role waits for this set-up in code of its own: what follows comes from a cold cache, and so all
+    // roles fetch their instructions meanwhile. (The comments keep the compiler from joining them.)
     if (warp >= producer_warp) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (warp == producer_warp) {
+            asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;  // B" ::: "memory");
             if (lane == 0) load_operands<kNumLoadWarps == 1, true>(args, extent, smem, rank);
         } else if (warp == producer_warp + 1) {
+            asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;  // scales" ::: "memory");
             load_scales(args, extent, smem, rank, lane);
         } else if (kNumLoadWarps == 2 && warp == producer_warp + 2) {
+            asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;  // A" ::: "memory");
             if (lane == 0) load_operands<true, false>(args, extent, smem, rank);
+        } else {
+            asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;  // idle" ::: "memory");
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;  // math" ::: "memory");
         compute_tiles(args, extent, n, smem, rank, warp, lane);
     }
     // A CTA's shared memory must outlive what its peers still send to it.
