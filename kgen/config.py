@@ -296,8 +296,11 @@ def _why_cluster_invalid(c: GemmConfig) -> Invalid | None:
 
 def _why_too_large(c: GemmConfig, d_dtype: str, device: Device) -> Invalid | None:
     r = resources(c, d_dtype)
-    if c.num_accumulators == 2 and r.num_waves != 1:
-        return Invalid("accumulators_waves", "num_accumulators=2 needs 64 rows a math warpgroup")
+    if c.num_accumulators > 1 and r.num_waves != 1:
+        return Invalid(
+            "accumulators_waves",
+            f"num_accumulators={c.num_accumulators} needs 64 rows a math warpgroup",
+        )
     need = (
         (c.block_n // 2) * (r.num_waves + c.num_accumulators)
         + MATH_OVERHEAD_REGISTERS[c.num_math_warpgroups]

@@ -21,7 +21,7 @@ from tests.unit.fake_driver import FakeDriver
 from tests.unit.test_tma import forget
 
 CONFIG = GemmConfig(block_m=128, block_n=112, num_stages=4)
-TAIL = struct.Struct("<QQqqqqIIIIQq48x")
+TAIL = struct.Struct("<QQqqqqIIIIQqQQqq16x")
 
 
 @pytest.fixture
@@ -55,7 +55,10 @@ def load(config: GemmConfig = CONFIG, d_dtype: str = "bf16") -> Kernel:
 
 
 def tail(args: bytes) -> SimpleNamespace:
-    names = ["sfa", "sfb", "sfa_m", "sfa_k", "sfb_n", "sfb_k", "m", "n", "k", "direct", "d", "d_m"]
+    names = [
+        *("sfa", "sfb", "sfa_m", "sfa_k", "sfb_n", "sfb_k", "m", "n", "k", "direct"),
+        *("d", "d_m", "a", "b", "a_m", "b_n"),
+    ]
     return SimpleNamespace(**dict(zip(names, TAIL.unpack_from(args, 512), strict=True)))
 
 
@@ -86,7 +89,9 @@ def test_args_hold_what_the_kernel_reads(fake: FakeDriver) -> None:
     assert (f.d, f.d_m) == (t["d"].data_ptr(), 2112)
     assert (f.m, f.n, f.k, f.direct) == (130, 2112, 7168, 0)
     assert (f.d, f.d_m) == (t["d"].data_ptr(), 2112)
-    assert launch.args[592:] == b"\0" * 48
+    assert (f.a, f.b) == (t["a"].data_ptr(), t["b"].data_ptr())
+    assert (f.a_m, f.b_n) == (7168, 7168)
+    assert launch.args[624:] == b"\0" * 16
 
 
 @pytest.mark.parametrize(("d_dtype", "kind", "size"), [("fp16", 6, 2), ("fp32", 7, 4)])

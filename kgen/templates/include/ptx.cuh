@@ -165,8 +165,12 @@ __device__ __forceinline__ u64 wgmma_descriptor(u32 address) {
 
 // ---- threads and clusters.
 
-__device__ __forceinline__ void warpgroup_sync(u32 barrier) {
-    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+__device__ __forceinline__ void named_sync(u32 barrier, u32 threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void named_arrive(u32 barrier, u32 threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 __device__ __forceinline__ u32 cluster_cta_rank() {

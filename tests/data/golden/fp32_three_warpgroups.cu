@@ -13,7 +13,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: efd92742d22eefffc597a37a50967c68764ba0bf08e51ef9d2e7edf736213d39
+// Body SHA-256: 78f7565a72b8a3ef0ce6bcfaea53aa8c48f322eb09651f8116da639ab70206ce
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -244,8 +244,12 @@ __device__ __forceinline__ u64 wgmma_descriptor(u32 address) {
 
 // ---- threads and clusters.
 
-__device__ __forceinline__ void warpgroup_sync(u32 barrier) {
-    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+__device__ __forceinline__ void named_sync(u32 barrier, u32 threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void named_arrive(u32 barrier, u32 threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 __device__ __forceinline__ u32 cluster_cta_rank() {
@@ -606,7 +610,6 @@ __device__ __forceinline__ void compute_tiles(const GemmArgs& args, const Extent
         accumulate_tile(sum, work, stage, smem, warpgroup, sfa_lane, crossed_steps(work.n0), lane);
         store_tile(args, sum, work, n, smem, parity, rank, warp, lane);
     }
-    if (warp % 4 == 0 && lane == 0) tma_store_wait_read();  // the stores still read shared memory
 }
 
 // ---- epilogue: FP32 sums to D.
@@ -631,27 +634,48 @@ __device__ __forceinline__ void stage_rows(float (&sum)[kAccRegisters], u32 base
     }
 }
 
-// Each warpgroup stages and stores its own rows; TMA leaves out what lies past the last row or column.
+// Named barriers of each math warpgroup and the store warp.
+__device__ __forceinline__ u32 staged_barrier(u32 warpgroup) { return 1 + warpgroup; }
+__device__ __forceinline__ u32 free_barrier(u32 warpgroup) { return 1 + kNumMathWarpgroups + warpgroup; }
+constexpr u32 kStoreThreads = 128 + 32;
+
+// Each warpgroup stages its own rows, and goes on to the next tile.
 __device__ __forceinline__ void store_tile(const GemmArgs& args, float (&sum)[kNumWaves][kAccRegisters],
                                            const Work& work, u32 n, u32 smem, u32& parity, u32 rank, u32 warp,
                                            u32 lane) {
     const u32 warpgroup = warp / 4, warp_row = warp % 4 * 16;
-    const bool leader = warp % 4 == 0 && lane == 0;
     const u32 base = smem + kDOffset + warpgroup * kNumWaves * kNumDBoxes * kDBoxBytes;
-    if (leader) tma_store_wait_read();
-    warpgroup_sync(1 + warpgroup);
+    named_sync(free_barrier(warpgroup), kStoreThreads);
 #pragma unroll
     for (u32 wave = 0; wave < kNumWaves; ++wave)
         if (warp_row < kDBoxRows) stage_rows(sum[wave], base + wave * kNumDBoxes * kDBoxBytes, warp_row, lane);
     fence_async_proxy();
-    warpgroup_sync(1 + warpgroup);
-    if (leader) {
-        for (u32 wave = 0; wave < kNumWaves; ++wave)
-            for (u32 box = 0; box < kNumDBoxes; ++box)
-                tma_store(&args.map_d, base + (wave * kNumDBoxes + box) * kDBoxBytes, work.n0 + box * kDBoxColumns,
-                          work.m0 + warpgroup * kWarpgroupM + wave * 64);
-        tma_store_commit();
+    named_arrive(staged_barrier(warpgroup), kStoreThreads);
+}
+
+// One warp stores what they staged: to start a copy takes a thread some 50 ns, which no math warp has to
+// wait for. TMA leaves out what lies past the last row or column.
+__device__ __forceinline__ void store_tiles(const GemmArgs& args, const Extent& extent, u32 smem, u32 rank,
+                                            u32 lane) {
+    TileScheduler tiles(extent, rank);
+    Work work;
+    while (tiles.next(work)) {
+        if (lane == 0) tma_store_wait_read();
+        __syncwarp();
+        for (u32 i = 0; i < kNumMathWarpgroups; ++i) named_arrive(free_barrier(i), kStoreThreads);
+        for (u32 i = 0; i < kNumMathWarpgroups; ++i) {
+            named_sync(staged_barrier(i), kStoreThreads);
+            if (lane == 0) {
+                for (u32 wave = 0; wave < kNumWaves; ++wave)
+                    for (u32 box = 0; box < kNumDBoxes; ++box)
+                        tma_store(&args.map_d, smem + kDOffset + ((i * kNumWaves + wave) * kNumDBoxes + box) * kDBoxBytes,
+                                  work.n0 + box * kDBoxColumns, work.m0 + i * kWarpgroupM + wave * 64);
+                tma_store_commit();
+            }
+            __syncwarp();
+        }
     }
+    if (lane == 0) tma_store_wait_read();  // they still read shared memory
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
@@ -695,8 +719,11 @@ kgen_gemm(const __grid_constant__ GemmArgs args) {
         } else if (kNumLoadWarps == 2 && warp == producer_warp + 2) {
             asm volatile("barrier.sync.aligned 0;  // A" ::: "memory");
             if (lane == 0) load_operands<true, false>(args, extent, smem, rank);
+        } else if (warp == producer_warp + 3) {
+            asm volatile("barrier.sync.aligned 0;  // store" ::: "memory");
+            store_tiles(args, extent, smem, rank, lane);
         } else {
-            asm volatile("barrier.sync.aligned 0;  // idle" ::: "memory");
+            asm volatile("barrier.sync.aligned 0;  // idle too" ::: "memory");
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");

@@ -13,7 +13,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 3f7e49d38f612eaafd073c2695cd7e1eb3ae9ad659fb558155265fed87d6520a
+// Body SHA-256: b937abbcf50b034f3f1d70b8a30f2a1672a2fc59bb7e36e6c7ee350522720382
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -241,8 +241,12 @@ __device__ __forceinline__ u64 wgmma_descriptor(u32 address) {
 
 // ---- threads and clusters.
 
-__device__ __forceinline__ void warpgroup_sync(u32 barrier) {
-    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+__device__ __forceinline__ void named_sync(u32 barrier, u32 threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void named_arrive(u32 barrier, u32 threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 __device__ __forceinline__ u32 cluster_cta_rank() {
@@ -709,8 +713,10 @@ kgen_gemm(const __grid_constant__ GemmArgs args) {
         } else if (kNumLoadWarps == 2 && warp == producer_warp + 2) {
             asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;  // A" ::: "memory");
             if (lane == 0) load_operands<true, false>(args, extent, smem, rank);
-        } else {
+        } else if (warp == producer_warp + 3) {
             asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;  // idle" ::: "memory");
+        } else {
+            asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;  // idle too" ::: "memory");
         }
     } else {
         asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;  // math" ::: "memory");

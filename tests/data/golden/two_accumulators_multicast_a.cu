@@ -13,7 +13,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 3c2487bfdc0a36783d6d1015de1a6ac4d872ef577151070f25e088d1d14104ec
+// Body SHA-256: 74ae490c6b9975e804893415797bac7fdf96680d8cca02ef330ee027bf312a50
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -244,8 +244,12 @@ __device__ __forceinline__ u64 wgmma_descriptor(u32 address) {
 
 // ---- threads and clusters.
 
-__device__ __forceinline__ void warpgroup_sync(u32 barrier) {
-    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+__device__ __forceinline__ void named_sync(u32 barrier, u32 threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void named_arrive(u32 barrier, u32 threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 __device__ __forceinline__ u32 cluster_cta_rank() {
@@ -564,48 +568,51 @@ __device__ __forceinline__ void release_stage(u32 smem, u32 stage, u32 lane) {
     if (lane < kClusterSize) mbarrier_arrive_remote(empty, lane);
 }
 
+// One K block on its way through the tensor cores.
+struct Block {
+    float partial[kAccRegisters];
+    Scales scales;
+    u32 stage;
+
+    // Waits for the operands in the next stage and issues the WGMMAs.
+    __device__ __forceinline__ void start(Stage& next, u32 smem, u32 warpgroup, u32 sfa_lane) {
+        stage = next.index;
+        mbarrier_wait(smem + kFullOffset + stage * 8, next.parity);
+        scales.load(sfa_lane + stage * kSfaStageBytes, smem + kSfbOffset + stage * kSfbStageBytes);
+        issue_k_block(partial, smem + stage * kAStageBytes + warpgroup * kWarpgroupM * kBlockK,
+                      smem + kBOffset + stage * kBStageBytes);
+        next.advance();
+    }
+
+    // Waits until at most kPending later blocks are on their way, then adds this one to the sum.
+    template <u32 kPending>
+    __device__ __forceinline__ void finish(float (&sum)[kAccRegisters], u32 crossed, u32 smem, u32 lane) {
+        wgmma_wait<kPending>();
+        pin_registers(partial);
+        release_stage(smem, stage, lane);
+        promote(sum, partial, scales, crossed);
+    }
+};
+
 // All K blocks of one tile, two at a time: the second block's WGMMAs run while the first is promoted.
 // Both are waited for at the bottom: ptxas serialises WGMMA whose accumulators are in flight across a
 // loop's back edge (C7514).
 __device__ __forceinline__ void accumulate_tile(float (&sum)[kNumWaves][kAccRegisters], const Work& work,
                                                 Stage& stage, u32 smem, u32 warpgroup, u32 sfa_lane,
                                                 u32 crossed, u32 lane) {
-    const u32 a0 = smem + warpgroup * kWarpgroupM * kBlockK, b0 = smem + kBOffset;
     u32 block = work.k_begin;
 #pragma unroll 1
     for (; block + 1 < work.k_end; block += 2) {
-        float first[kAccRegisters], second[kAccRegisters];
-        Scales first_scales, second_scales;
-        const u32 s0 = stage.index;
-        mbarrier_wait(smem + kFullOffset + s0 * 8, stage.parity);
-        first_scales.load(sfa_lane + s0 * kSfaStageBytes, smem + kSfbOffset + s0 * kSfbStageBytes);
-        issue_k_block(first, a0 + s0 * kAStageBytes, b0 + s0 * kBStageBytes);
-        stage.advance();
-        const u32 s1 = stage.index;
-        mbarrier_wait(smem + kFullOffset + s1 * 8, stage.parity);
-        second_scales.load(sfa_lane + s1 * kSfaStageBytes, smem + kSfbOffset + s1 * kSfbStageBytes);
-        issue_k_block(second, a0 + s1 * kAStageBytes, b0 + s1 * kBStageBytes);
-        stage.advance();
-        wgmma_wait<1>();
-        pin_registers(first);
-        release_stage(smem, s0, lane);
-        promote(sum[0], first, first_scales, crossed);
-        wgmma_wait<0>();
-        pin_registers(second);
-        release_stage(smem, s1, lane);
-        promote(sum[0], second, second_scales, crossed);
+        Block first, second;
+        first.start(stage, smem, warpgroup, sfa_lane);
+        second.start(stage, smem, warpgroup, sfa_lane);
+        first.finish<1>(sum[0], crossed, smem, lane);
+        second.finish<0>(sum[0], crossed, smem, lane);
     }
     if (block < work.k_end) {
-        float last[kAccRegisters];
-        Scales scales;
-        mbarrier_wait(smem + kFullOffset + stage.index * 8, stage.parity);
-        scales.load(sfa_lane + stage.index * kSfaStageBytes, smem + kSfbOffset + stage.index * kSfbStageBytes);
-        issue_k_block(last, a0 + stage.index * kAStageBytes, b0 + stage.index * kBStageBytes);
-        wgmma_wait<0>();
-        pin_registers(last);
-        release_stage(smem, stage.index, lane);
-        promote(sum[0], last, scales, crossed);
-        stage.advance();
+        Block last;
+        last.start(stage, smem, warpgroup, sfa_lane);
+        last.finish<0>(sum[0], crossed, smem, lane);
     }
 }
 
@@ -630,7 +637,6 @@ __device__ __forceinline__ void compute_tiles(const GemmArgs& args, const Extent
         accumulate_tile(sum, work, stage, smem, warpgroup, sfa_lane, crossed_steps(work.n0), lane);
         store_tile(args, sum, work, n, smem, parity, rank, warp, lane);
     }
-    if (warp % 4 == 0 && lane == 0) tma_store_wait_read();  // the stores still read shared memory
 }
 
 // ---- epilogue: FP32 sums to D.
@@ -669,27 +675,48 @@ __device__ __forceinline__ void stage_rows(float (&sum)[kAccRegisters], u32 base
     }
 }
 
-// Each warpgroup stages and stores its own rows; TMA leaves out what lies past the last row or column.
+// Named barriers of each math warpgroup and the store warp.
+__device__ __forceinline__ u32 staged_barrier(u32 warpgroup) { return 1 + warpgroup; }
+__device__ __forceinline__ u32 free_barrier(u32 warpgroup) { return 1 + kNumMathWarpgroups + warpgroup; }
+constexpr u32 kStoreThreads = 128 + 32;
+
+// Each warpgroup stages its own rows, and goes on to the next tile.
 __device__ __forceinline__ void store_tile(const GemmArgs& args, float (&sum)[kNumWaves][kAccRegisters],
                                            const Work& work, u32 n, u32 smem, u32& parity, u32 rank, u32 warp,
                                            u32 lane) {
     const u32 warpgroup = warp / 4, warp_row = warp % 4 * 16;
-    const bool leader = warp % 4 == 0 && lane == 0;
     const u32 base = smem + kDOffset + warpgroup * kNumWaves * kNumDBoxes * kDBoxBytes;
-    if (leader) tma_store_wait_read();
-    warpgroup_sync(1 + warpgroup);
+    named_sync(free_barrier(warpgroup), kStoreThreads);
 #pragma unroll
     for (u32 wave = 0; wave < kNumWaves; ++wave)
         if (warp_row < kDBoxRows) stage_rows(sum[wave], base + wave * kNumDBoxes * kDBoxBytes, warp_row, lane);
     fence_async_proxy();
-    warpgroup_sync(1 + warpgroup);
-    if (leader) {
-        for (u32 wave = 0; wave < kNumWaves; ++wave)
-            for (u32 box = 0; box < kNumDBoxes; ++box)
-                tma_store(&args.map_d, base + (wave * kNumDBoxes + box) * kDBoxBytes, work.n0 + box * kDBoxColumns,
-                          work.m0 + warpgroup * kWarpgroupM + wave * 64);
-        tma_store_commit();
+    named_arrive(staged_barrier(warpgroup), kStoreThreads);
+}
+
+// One warp stores what they staged: to start a copy takes a thread some 50 ns, which no math warp has to
+// wait for. TMA leaves out what lies past the last row or column.
+__device__ __forceinline__ void store_tiles(const GemmArgs& args, const Extent& extent, u32 smem, u32 rank,
+                                            u32 lane) {
+    TileScheduler tiles(extent, rank);
+    Work work;
+    while (tiles.next(work)) {
+        if (lane == 0) tma_store_wait_read();
+        __syncwarp();
+        for (u32 i = 0; i < kNumMathWarpgroups; ++i) named_arrive(free_barrier(i), kStoreThreads);
+        for (u32 i = 0; i < kNumMathWarpgroups; ++i) {
+            named_sync(staged_barrier(i), kStoreThreads);
+            if (lane == 0) {
+                for (u32 wave = 0; wave < kNumWaves; ++wave)
+                    for (u32 box = 0; box < kNumDBoxes; ++box)
+                        tma_store(&args.map_d, smem + kDOffset + ((i * kNumWaves + wave) * kNumDBoxes + box) * kDBoxBytes,
+                                  work.n0 + box * kDBoxColumns, work.m0 + i * kWarpgroupM + wave * 64);
+                tma_store_commit();
+            }
+            __syncwarp();
+        }
     }
+    if (lane == 0) tma_store_wait_read();  // they still read shared memory
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
@@ -733,8 +760,11 @@ kgen_gemm(const __grid_constant__ GemmArgs args) {
         } else if (kNumLoadWarps == 2 && warp == producer_warp + 2) {
             asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;  // A" ::: "memory");
             if (lane == 0) load_operands<true, false>(args, extent, smem, rank);
+        } else if (warp == producer_warp + 3) {
+            asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;  // store" ::: "memory");
+            store_tiles(args, extent, smem, rank, lane);
         } else {
-            asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;  // idle" ::: "memory");
+            asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;  // idle too" ::: "memory");
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
