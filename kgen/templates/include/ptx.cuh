@@ -22,12 +22,6 @@ __device__ __forceinline__ void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
                  : "memory");
 }
 
-// Adds to the bytes that the present phase waits for, without arriving.
-__device__ __forceinline__ void mbarrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-}
-
 __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

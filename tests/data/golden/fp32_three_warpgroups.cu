@@ -13,7 +13,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 78f7565a72b8a3ef0ce6bcfaea53aa8c48f322eb09651f8116da639ab70206ce
+// Body SHA-256: 9d545eac0aa616ed5f7d2e162eaacef0f359269409766b23ef5e20915ffea76a
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -98,12 +98,6 @@ __device__ __forceinline__ void mbarrier_init_fence() {
 
 __device__ __forceinline__ void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-}
-
-// Adds to the bytes that the present phase waits for, without arriving.
-__device__ __forceinline__ void mbarrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
 
@@ -461,7 +455,9 @@ __device__ __forceinline__ void load_scales(const GemmArgs& args, const Extent& 
                     valid);
             }
         } else if (lane == 0) {
-            mbarrier_expect(full, kBlockM * 4);
+            // With an arrival: mbarrier.expect_tx alone is carried out later (SYNCS…RED), and the arrival
+            // of the copies below may overtake it: the phase would end before these bytes are there.
+            mbarrier_arrive_expect(full, kBlockM * 4);
             tma_load(sfa, &args.map_sfa, work.m0, block, full);
         }
         copy_async_arrive(full);
@@ -690,11 +686,11 @@ kgen_gemm(const __grid_constant__ GemmArgs args) {
     constexpr u32 producer_warp = kNumMathWarpgroups * 4;
     if (warp < producer_warp) prefetch_first_blocks(args, extent, n, k, rank);
     if (warp == producer_warp) {
-        // Full: each thread that loads A or B, and each scale lane. Empty: each math warp of every CTA in the
-        // cluster that shares a tile, since any of them may write here.
-        const u32 scale_lanes = args.sfa_direct ? 32 : kNumBScales;
+        // Full: each thread that loads A or B, or the scales of A by TMA, and each lane that copies scales.
+        // Empty: each math warp of every CTA in the cluster that shares a tile, since any may write here.
+        const u32 scale_arrivals = args.sfa_direct ? 32 : 1 + kNumBScales;
         if (lane < kNumStages) {
-            mbarrier_init(smem + kFullOffset + lane * 8, kNumLoadWarps + scale_lanes);
+            mbarrier_init(smem + kFullOffset + lane * 8, kNumLoadWarps + scale_arrivals);
             mbarrier_init(smem + kEmptyOffset + lane * 8, kNumMathWarpgroups * 4 * kClusterM * kClusterN);
         }
         mbarrier_init_fence();
