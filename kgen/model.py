@@ -93,65 +93,65 @@ class Fit:
     #: Measured: an empty kernel.
     launch_us: float = 0.65
     #: Barriers, tensor maps, the first bytes from memory, the last store.
-    fill_us: float = 1.339
+    fill_us: float = 1.537
     #: Start and end of a cluster; of one that adds partial sums; set-up per stage of the ring.
-    cluster_us: float = 0.1846
-    split_us: float = 0.2007
-    stage_us: float = 0.01518
+    cluster_us: float = 0.1915
+    split_us: float = 0.1916
+    stage_us: float = 0.0392
     #: Tensor cores against the device's measured rate, which is that of long runs.
-    tensor_boost: float = 1.066
+    tensor_boost: float = 1.05
     #: A K block's WGMMAs take at least this much, however narrow.
-    wgmma_floor_us: float = 0.04926
+    wgmma_floor_us: float = 0.06724
     #: A warpgroup waits for its WGMMAs, then promotes: per 128 columns.
-    wait_us: float = 0.03281
-    promotion_us: float = 0.02563
+    wait_us: float = 0.03087
+    promotion_us: float = 0.02493
     #: Choosing among scale blocks at run time: each step of columns, and at all.
-    select_us: float = 0.002546
-    selects_us: float = 0.00748
+    select_us: float = 0.001942
+    selects_us: float = 0.009207
     #: The wait that two accumulators share, and what a K block costs in barriers and scales.
-    pair_wait_us: float = 0.04108
-    block_us: float = 0.0174
+    pair_wait_us: float = 0.0672
+    block_us: float = 0.0258
     #: Exponents of the soft maxima: tensor cores and chain; math and feed; CTAs and memory.
-    math_softness: float = 5.363
-    loop_softness: float = 2.541
-    memory_softness: float = 2.801
+    math_softness: float = 5.606
+    loop_softness: float = 2.478
+    memory_softness: float = 4.543
     #: A stage's way into the ring from L2, and what device memory adds to it.
-    latency_us: float = 0.6378
-    dram_latency_us: float = 0.2441
+    latency_us: float = 0.5572
+    dram_latency_us: float = 0.2919
     #: CTAs that share loads wait for each other at every K block.
-    multicast_block_us: float = 0.03552
+    multicast_block_us: float = 0.03242
     #: One K block costs the TMA thread this much.
-    tma_block_us: float = 0.06617
+    tma_block_us: float = 0.06052
     #: Rows past the end of A are no gift: all CTAs' such rows of one K block share a unit that
     #: takes this long a row.
-    row_past_end_us: float = 3.518e-05
+    row_past_end_us: float = 5.163e-05
     #: L2 to SMs in bytes per clock: to one SM, and an SM's share when all of them load.
-    l2_sm_bytes: float = 120.9
-    l2_share_bytes: float = 76.18
+    l2_sm_bytes: float = 108.7
+    l2_share_bytes: float = 80.87
     #: Share of L2 that keeps operands from one use to the next.
-    l2_usable: float = 0.6253
+    l2_usable: float = 0.5331
     #: Share of the copy bandwidth that TMA boxes of many rows reach; rows of a box lost on top.
-    dram_share: float = 0.9678
-    box_rows_lost: float = 3.781
+    dram_share: float = 0.9684
+    box_rows_lost: float = 2.223
     #: Bandwidth that one SM can draw from memory.
-    sm_gbps: float = 94.22
+    sm_gbps: float = 81.5
     #: Cold also means dirty: the first bytes, up to an L2 full, push others out to memory.
-    dirty_share: float = 0.08148
+    dirty_share: float = 0.07401
     #: What B spares of that when it is given up first, and the share of B to be fetched again then.
-    evict_first_spares: float = 0.8
-    evict_first_loses: float = 0.1
+    evict_first_spares: float = 0.7684
+    evict_first_loses: float = 0.03588
     #: Requests in flight beyond need crowd each other: rings as a share of L2; CTAs in lockstep.
-    ring_crowding: float = 0.2091
-    multicast_crowding: float = 0.03183
+    ring_crowding: float = 0.07687
+    multicast_crowding: float = 0.03223
     #: Per tile: drain the last WGMMA, write D to shared memory, start the stores.
-    epilogue_us: float = 0.177
-    epilogue_us_per_column_byte: float = 0.0009628
+    epilogue_us: float = 0.1275
+    epilogue_us_per_column_byte: float = 0.001266
     #: Split K: drain and a trip over the cluster; the partials' way there; each CTA to wait for.
-    reduce_us: float = 0.5344
-    reduce_us_per_kb: float = 0.03833
-    reduce_us_per_cta: float = 0.04058
+    reduce_us: float = 0.6252
+    reduce_us_per_kb: float = 0.0353
+    reduce_us_per_cta: float = 0.02597
     #: Busy tensor cores lose this share of their clock in long launches.
-    power_share: float = 0.0443
+    power_share: float = 0.04432
 
 
 FIT: Final = Fit()

@@ -103,7 +103,7 @@ def num_points(sass_passes: tuple[str, ...] = ("none",)) -> int:
 
 
 def leading_configs(problem: GemmProblem, device: Device) -> list[list[GemmConfig]]:
-    """For each valid tile and depth of its ring its orders over the grid, with nothing baked in.
+    """For each valid tile, depth of its ring and eviction of B its orders over the grid, nothing baked.
 
     Enough to name a default: the rest of `valid_configs` are twins of these.
     """
@@ -111,11 +111,11 @@ def leading_configs(problem: GemmProblem, device: Device) -> list[list[GemmConfi
     for tile in _tiles(problem.d_dtype, problem.num_sms, device)[0]:
         if _why_not_for(problem, tile.config, device):
             continue
-        eviction = _evictions(problem, tile.config)[0]
         walks = _raster_walks(problem, tile.config, device)
         for depth in _depths(problem, tile, device):
-            plain = _with(tile.config, num_stages=depth, b_eviction=eviction)
-            found.append([_with(plain, **walk) for walk in walks])
+            for eviction in _evictions(problem, tile.config):
+                plain = _with(tile.config, num_stages=depth, b_eviction=eviction)
+                found.append([_with(plain, **walk) for walk in walks])
     return found
 
 
