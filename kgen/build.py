@@ -28,14 +28,15 @@ LAST_UNINTERLEAVED: Final = (12, 8)
 class Cubin:
     """A compiled kernel, ready to load. Plain values: it crosses processes.
 
-    `registers` and `spill_bytes` are per thread; `source_path` is empty where nothing was stored.
+    `problem` is the one it was built for, and stands for all that it serves; `registers` and
+    `spill_bytes` are per thread; `source_path` is empty where nothing was stored.
     """
 
     key: str
     data: bytes
     entry: str
     config: GemmConfig
-    d_dtype: str
+    problem: GemmProblem
     registers: int
     spill_bytes: int
     from_cache: bool
@@ -116,7 +117,7 @@ def _cubin(artifact: Artifact, source: Source, problem: GemmProblem, from_cache:
         data=artifact.cubin,
         entry=source.entry,
         config=source.config,
-        d_dtype=problem.d_dtype,
+        problem=problem,
         registers=int(artifact.facts["registers"]),
         spill_bytes=int(artifact.facts["spill_bytes"]),
         from_cache=from_cache,

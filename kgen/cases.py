@@ -12,13 +12,20 @@ from typing import Final
 
 import torch
 
-from kgen.problem import SCALE_BLOCK, GemmProblem, ceil_div, round_up
-from kgen.reference import TORCH_D_DTYPES, dequantize_a, dequantize_b, full_fp32
+from kgen.problem import SCALE_BLOCK, GemmProblem, ceil_div, round_up, scale_shapes
+from kgen.reference import (
+    TORCH_D_DTYPES,
+    TORCH_OPERAND_DTYPES,
+    dequantize_a,
+    dequantize_b,
+    full_fp32,
+)
 
-#: a [m, k] and b [n, k] E4M3, sfa [m, k blocks] and sfb [n blocks, k blocks] FP32.
+#: a [m, k] and b [n, k] FP8, sfa and sfb FP32 as `GemmProblem.scale_shapes` says.
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-#: Computes D in place on the current stream: launch(a, sfa, b, sfb, d), d [m, n] with a pitch.
-Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+#: Computes D in place on the current stream: launch(a, sfa, b, sfb, d), d [m, n] with a pitch; for
+#: a problem with a bias launch(a, sfa, b, sfb, d, bias), bias [n] of d's type.
+Launch = Callable[..., None]
 
 GROWTH_BASE_K: Final = 512
 #: 6 bits for the live blocks of a pass and 2 for a missing quarter of one: the 8 bits of BF16.
@@ -36,8 +43,6 @@ _ROWS_BEFORE, _COLUMNS_BEFORE, _GUARD_AFTER = 8, 64, 256
 #: Elements that temporaries may hold at a time, and bytes that a stored reference may take.
 _CHUNK: Final = 1 << 26
 _STORED_BYTES: Final = 4 << 30
-#: E4M3 bytes of the powers of two that fill a block to a sum of 128.
-_E4M3: Final = {1: 0x38, 2: 0x40, 4: 0x48, 8: 0x50}
 #: Values of the 16-column groups of a partial last K block: they sum to 8, each k32 step (two
 #: groups) to a quarter of that at least.
 _PARTIAL: Final = {
@@ -98,8 +103,9 @@ class GuardedOutput:
 class Case:
     """Inputs and references of one problem, made once, used for every candidate.
 
-    `a` [m+1, k], `sfa` [m+1, k blocks] with M contiguous and its pitch a multiple of 4, `b`, `sfb`
-    on `device`. `unit_scales` makes all scales one power of two, for peers that take one scale.
+    `a` [m+1, k], `sfa` of m+1 rows, contiguous along M with a pitch that is a multiple of 4, `b`
+    and `sfb` on `device`; `bias` is one tensor [n], or none. `unit_scales` makes all scales one
+    power of two, for peers that take one scale.
     """
 
     def __init__(
@@ -112,13 +118,18 @@ class Case:
         self.problem = problem
         self.device = torch.device(device)
         self.d_dtype = TORCH_D_DTYPES[problem.d_dtype]
-        rows, kb = problem.m + 1, problem.num_k_blocks
+        rows = problem.m + 1
         generator = torch.Generator(self.device).manual_seed(seed)
-        self.a = random_fp8(rows, problem.k, generator)
-        self.b = random_fp8(problem.n, problem.k, generator)
+        self.a = random_fp8(rows, problem.k, generator, _dtypes(problem)[0])
+        self.b = random_fp8(problem.n, problem.k, generator, _dtypes(problem)[1])
         spread = 0.0 if unit_scales else 1.0
-        self.sfa = column_major(_random_scales(rows, kb, spread, generator))
-        self.sfb = _random_scales(ceil_div(problem.n, SCALE_BLOCK), kb, spread, generator)
+        of_a, of_b = scale_shapes(problem.recipe, rows, problem.n, problem.k)
+        self.sfa = column_major(_random_scales(*of_a, spread, generator))
+        self.sfb = _random_scales(*of_b, spread, generator)
+        self.bias: tuple[torch.Tensor, ...] = ()
+        if problem.bias:  # of the size of the sums: 128² / 128², over K columns
+            values = torch.randn(problem.n, generator=generator, device=self.device)
+            self.bias = (values.mul_(problem.k**0.5).to(self.d_dtype),)
         self._norms: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._stored: torch.Tensor | None = None
         if rows * problem.n * 4 <= _STORED_BYTES:
@@ -143,40 +154,45 @@ class Case:
 
     @cached_property
     def own_growth(self) -> GrowthCase | None:
-        """Growth at the problem's own N and K, or None where K has nothing to grow."""
+        """Growth at the problem's own N and K, or None where it is too short or bound to grow."""
         p = self.problem
-        if p.k <= GROWTH_BASE_K:
+        if p.k <= GROWTH_BASE_K or p.fast_accum:
             return None
-        return GrowthCase(min(p.m, 256), p.n, p.k, self.d_dtype, self.device)
+        return GrowthCase(p.with_m(min(p.m, 256)), self.device)
 
     def constants(self) -> Iterator[torch.Tensor]:
         """What every candidate is judged by, and none may write to."""
-        yield from (self.a, self.sfa, self.b, self.sfb)
+        yield from (self.a, self.sfa, self.b, self.sfb, *self.bias)
         if self._stored is not None:
             yield self._stored
-        yield from (self.exact.b, self.exact.sfa, self.exact.sfb)
+        yield from self.exact.constants()
         if self.own_growth:
             yield from self.own_growth.constants()
 
     def inputs(self, m: int, row_major: bool = False) -> Inputs:
-        """a, sfa, b, sfb with m rows; sfa [m, k blocks] row-major where asked."""
-        sfa = self.sfa[:m]
-        return self.a[:m], sfa.contiguous() if row_major else sfa, self.b, self.sfb
+        """a, sfa, b, sfb with m rows; sfa row-major where asked."""
+        sfa = _rows_of(self.sfa, m, self.problem.recipe, row_major)
+        return self.a[:m], sfa, self.b, self.sfb
 
     def reference(self, start: int, stop: int) -> torch.Tensor:
-        """Rows start to stop of the FP32 product of the dequantised operands, [rows, n]."""
+        """Rows start to stop of D in FP32, from the dequantised operands, [rows, n]."""
         if self._stored is not None:
             return self._stored[start:stop]
         return self._compute(start, stop)
 
     @cached_property
     def _b_full(self) -> torch.Tensor:
-        return dequantize_b(self.b, self.sfb)
+        return dequantize_b(self.b, self.sfb, self.problem.recipe)
 
     def _compute(self, start: int, stop: int) -> torch.Tensor:
-        a = dequantize_a(self.a[start:stop], self.sfa[start:stop])
+        recipe = self.problem.recipe
+        sfa = self.sfa if recipe == "tensor" else self.sfa[start:stop]
+        a = dequantize_a(self.a[start:stop], sfa, recipe)
         with full_fp32():
-            return a @ self._b_full.T
+            product = a @ self._b_full.T
+        for bias in self.bias:
+            product += bias.float()
+        return product
 
     def norms(self, m: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Squared norms of tiles [m tiles, n tiles] and strips [m tiles, n / 8] of m rows.
@@ -220,6 +236,11 @@ class ExactCase:
     K blocks (more than any pipeline is deep). row(i) = i % 17 differs from that of every row a
     power of two or three of them away, column(j) = j / 128 % 13 from every near scale block.
     D's exponents, times a quarter for a missing k32 step, stay inside FP16's.
+
+    Under the recipes "row" and "tensor" A's values carry 2^s, which leaves their sums exact in the
+    13 fraction bits of the tensor cores; column(j) = j % 13 under "row", and under "tensor" row
+    and column are 0. A bias is zero but in the last launch, which has one of few bits that FP32
+    adds to D exactly.
     """
 
     #: FP16: 63 * 2^(16 + 12) * 2^-18 = 64512, and a quarter of the least bit is 2^-20.
@@ -230,50 +251,84 @@ class ExactCase:
     def __init__(self, problem: GemmProblem, device: torch.device) -> None:
         self.problem = problem
         self.num_passes = ceil_div(problem.num_k_blocks, LIVE_BLOCKS)
-        m, n, k, kb = problem.m, problem.n, problem.k, problem.num_k_blocks
-        self._pattern = torch.tensor(_exact_columns(k), dtype=torch.uint8, device=device)
+        m, n, k, recipe = problem.m, problem.n, problem.k, problem.recipe
+        self._fp8, of_b = _dtypes(problem)
+        columns = _exact_columns(k, carried=recipe != "block")
+        self._pattern = torch.tensor(columns).to(self._fp8).view(torch.uint8).to(device)
         self._a = torch.zeros(m, k, dtype=torch.uint8, device=device)
-        self.b = torch.full((n, k), _E4M3[1], dtype=torch.uint8, device=device).view(FP8)
-        block = torch.arange(kb, device=device)
-        slot, turn = block % LIVE_BLOCKS, block // LIVE_BLOCKS % 3 * (2 * LIVE_BLOCKS - 1)
+        self.b = torch.ones(n, k, device=device).to(of_b)
         row = torch.arange(m, device=device) % self.ROW_CYCLE
-        column = torch.arange(ceil_div(n, SCALE_BLOCK), device=device) % self.COLUMN_CYCLE
-        self.sfa = column_major(_power(row[:, None] + 2 * slot + turn - self.SHIFT))
-        self.sfb = _power(column[:, None] - slot - turn - 7)
+        column = torch.arange(n, device=device)
+        if recipe == "block":
+            column = column // SCALE_BLOCK
+        column %= self.COLUMN_CYCLE
+        if recipe == "tensor":
+            row, column = row * 0, column * 0
+        self.sfa, self.sfb = self._scales(row, column)
         self._row = _power(row - self.SHIFT)
-        self._column = _power(column).repeat_interleave(SCALE_BLOCK)[:n]
+        self._column = _power(column)
+        dtype = TORCH_D_DTYPES[problem.d_dtype]
+        turn = torch.arange(n, device=device) % 3 + 1
+        lively = (_power(column + 8 - self.SHIFT) * turn).to(dtype)
+        self._biases = (torch.zeros_like(lively), lively) if problem.bias else ()
+
+    def _scales(self, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales of A and B for exponents by row and by column of D."""
+        row, column = row[:, None] - self.SHIFT, column[:, None] - 7
+        if self.problem.recipe == "tensor":
+            return _power(row[:1]), _power(column[:1])
+        if self.problem.recipe == "row":
+            return _power(row), _power(column)
+        block = torch.arange(self.problem.num_k_blocks, device=row.device)
+        slot, turn = block % LIVE_BLOCKS, block // LIVE_BLOCKS % 3 * (2 * LIVE_BLOCKS - 1)
+        sfa = column_major(_power(row + 2 * slot + turn))
+        return sfa, _power(column[::SCALE_BLOCK] - slot - turn)
+
+    def constants(self) -> Iterator[torch.Tensor]:
+        """What no launch may write to; A changes from pass to pass."""
+        yield from (self.b, self.sfa, self.sfb, *self._biases)
 
     def rows(self, number: int) -> int:
         """Rows that pass `number` computes."""
         m = self.problem.m
         return m if number == 0 or m < 2 * ROW_PERIOD else ROW_PERIOD + m % ROW_PERIOD
 
-    def inputs(self, number: int, row_major: bool = False) -> Inputs:
-        """a, sfa, b, sfb of a pass; the next pass reuses their memory."""
+    def inputs(self, number: int, last: bool = False) -> Inputs:
+        """a, sfa, b, sfb of a pass, row-major in the last launch; the next reuses a's memory."""
         m = self.rows(number)
         start, stop = (LIVE_BLOCKS * SCALE_BLOCK * (number + i) for i in (0, 1))
         live = slice(start, min(stop, self.problem.k))
         self._a.zero_()  # all of it: whatever an earlier candidate may have written there
         self._a[:, live] = self._pattern[live]
-        sfa = self.sfa[:m]
-        return self._a[:m].view(FP8), sfa.contiguous() if row_major else sfa, self.b, self.sfb
+        sfa = _rows_of(self.sfa, m, self.problem.recipe, last)
+        return self._a[:m].view(self._fp8), sfa, self.b, self.sfb
 
-    def num_wrong(self, d: torch.Tensor, number: int) -> torch.Tensor:
+    def bias(self, last: bool = False) -> tuple[torch.Tensor, ...]:
+        """The bias of a launch, or none."""
+        return self._biases[last : last + 1]
+
+    def num_wrong(self, d: torch.Tensor, number: int, last: bool = False) -> torch.Tensor:
         """How many elements of d differ from the closed form; int64 on the device."""
         count = torch.zeros((), dtype=torch.int64, device=d.device)
         for start, stop in _chunks(*d.shape):
-            count += torch.count_nonzero(d[start:stop] != self.expected(number, start, stop, d))
+            expected = self.expected(number, start, stop, d, last)
+            count += torch.count_nonzero(d[start:stop] != expected)
         return count
 
-    def expected(self, number: int, start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
-        """Rows start to stop of the result of a pass, in the dtype of `like`."""
+    def expected(
+        self, number: int, start: int, stop: int, like: torch.Tensor, last: bool = False
+    ) -> torch.Tensor:
+        """Rows start to stop of D in a pass, in the dtype of `like`."""
         live = min(LIVE_BLOCKS, self.problem.num_k_blocks - LIVE_BLOCKS * number)
         rows = self._row[start:stop, None] * float(2**live - 1)
-        return (rows * self._column).to(like.dtype)
+        exact = rows * self._column
+        for bias in self.bias(last):
+            exact += bias.float()
+        return exact.to(like.dtype)
 
-    def describe_wrong(self, d: torch.Tensor, number: int) -> str:
+    def describe_wrong(self, d: torch.Tensor, number: int, last: bool = False) -> str:
         """The first wrong element of d in words. Waits for the device."""
-        expected = self.expected(number, 0, d.shape[0], d)
+        expected = self.expected(number, 0, d.shape[0], d, last)
         wrong = (d != expected).nonzero()
         if not len(wrong):
             return "a second launch was right: the kernel is not deterministic"
@@ -283,25 +338,32 @@ class ExactCase:
 
 
 class GrowthCase:
-    """All-positive data with equal scales, and references with 512 and with all columns live."""
+    """All-positive data with equal scales, and references with 512 and with all columns live.
 
-    def __init__(self, m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.k = k
-        generator = torch.Generator(device).manual_seed(k)
-        kb = ceil_div(k, SCALE_BLOCK)
-        self._full = _positive(random_fp8(m, k, generator))
+    A bias is zero.
+    """
+
+    def __init__(self, problem: GemmProblem, device: torch.device) -> None:
+        m, n, self.k = problem.m, problem.n, problem.k
+        generator = torch.Generator(device).manual_seed(self.k)
+        of_a, of_b = _dtypes(problem)
+        self._full = _positive(random_fp8(m, self.k, generator, of_a))
         self._base = self._full.clone()
         self._base.view(torch.uint8)[:, GROWTH_BASE_K:] = 0
-        self._b = _positive(random_fp8(n, k, generator))
+        self._b = _positive(random_fp8(n, self.k, generator, of_b))
         # 2^-18 in all keeps sums of 65536 products of up to 448² inside FP16.
-        self._sfa = column_major(torch.full((m, kb), 2.0**-7, device=device))
-        self._sfb = torch.full((ceil_div(n, SCALE_BLOCK), kb), 2.0**-11, device=device)
+        scales_of_a, scales_of_b = problem.scale_shapes
+        self._sfa = column_major(torch.full(scales_of_a, 2.0**-7, device=device))
+        self._sfb = torch.full(scales_of_b, 2.0**-11, device=device)
         self._references = [self._product(a) for a in (self._base, self._full)]
+        dtype = TORCH_D_DTYPES[problem.d_dtype]
+        self._bias = (torch.zeros(n, dtype=dtype, device=device),) if problem.bias else ()
         self._output = GuardedOutput(m, n, dtype, device)
 
     def constants(self) -> Iterator[torch.Tensor]:
         """Inputs and references."""
-        yield from (self._base, self._full, self._b, self._sfa, self._sfb, *self._references)
+        yield from (self._base, self._full, self._b, self._sfa, self._sfb, *self._bias)
+        yield from self._references
 
     def _product(self, a: torch.Tensor) -> torch.Tensor:
         step = max(1, _CHUNK // self.k)
@@ -315,18 +377,34 @@ class GrowthCase:
         errors = []
         for a, reference in zip((self._base, self._full), self._references, strict=True):
             d = self._output.poisoned(a.shape[0])
-            launch(a, self._sfa, self._b, self._sfb, d)
+            launch(a, self._sfa, self._b, self._sfb, d, *self._bias)
             errors.append(torch.sub(d, reference).norm() / reference.norm())
         return torch.stack(errors)
 
 
-def random_fp8(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
-    """Normal data as a quantiser leaves it: E4M3 [rows, columns], deviation 128, at most 448."""
-    out = torch.empty(rows, columns, dtype=FP8, device=generator.device)
+def random_fp8(
+    rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype = FP8
+) -> torch.Tensor:
+    """Normal data as a quantiser leaves it: FP8 [rows, columns], deviation 128, at most 448."""
+    out = torch.empty(rows, columns, dtype=dtype, device=generator.device)
     for start, stop in _chunks(rows, columns):
         part = torch.randn(stop - start, columns, generator=generator, device=generator.device)
-        out[start:stop] = part.mul_(128.0).clamp_(-448.0, 448.0).to(FP8)
+        out[start:stop] = part.mul_(128.0).clamp_(-448.0, 448.0).to(dtype)
     return out
+
+
+def _dtypes(problem: GemmProblem) -> tuple[torch.dtype, torch.dtype]:
+    """Types of A and of B."""
+    return TORCH_OPERAND_DTYPES[problem.a_dtype], TORCH_OPERAND_DTYPES[problem.b_dtype]
+
+
+def _rows_of(sfa: torch.Tensor, m: int, recipe: str, row_major: bool) -> torch.Tensor:
+    """Scales of m rows of A; in the other layout: row-major, or one of two columns side by side."""
+    if recipe == "tensor":
+        return sfa
+    if not row_major:
+        return sfa[:m]
+    return sfa[:m].contiguous() if recipe == "block" else sfa[:m].repeat(1, 2)[:, :1]
 
 
 def column_major(scales: torch.Tensor) -> torch.Tensor:
@@ -362,7 +440,7 @@ def _random_scales(
 
 
 def _positive(values: torch.Tensor) -> torch.Tensor:
-    return (values.view(torch.uint8) & 0x7F).view(FP8)
+    return (values.view(torch.uint8) & 0x7F).view(values.dtype)
 
 
 def _power(exponents: torch.Tensor) -> torch.Tensor:
@@ -376,10 +454,12 @@ def _chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def _exact_columns(k: int) -> list[int]:
-    """E4M3 bytes of one row of A whose K blocks each sum to 128."""
+def _exact_columns(k: int, carried: bool) -> list[float]:
+    """One row of A whose K blocks each sum to 128; `carried`: to 128 * 2^(block % 6)."""
     whole, rest = divmod(k, SCALE_BLOCK)
-    columns = [_E4M3[1]] * (whole * SCALE_BLOCK)
+    columns = [1.0] * (whole * SCALE_BLOCK)
     for value in _PARTIAL.get(rest // 16, ()):
-        columns += [_E4M3[value]] * 16
-    return columns
+        columns += [float(value)] * 16
+    if not carried:
+        return columns
+    return [v * 2.0 ** (i // SCALE_BLOCK % LIVE_BLOCKS) for i, v in enumerate(columns)]

@@ -40,6 +40,16 @@ WAVE_OVERHEAD_REGISTERS: Final = 7
 CLUSTER_OVERHEAD_REGISTERS: Final = 9
 FP32_OVERHEAD_REGISTERS: Final = 9
 B_EVICTIONS: Final = ("evict_normal", "evict_first")
+#: What scales and bias after the loop add, without and with a cluster: a bias under recipe "block",
+#: and recipe "row" where K blocks are added up in FP32. The other loops leave room for it.
+BIAS_OVERHEAD_REGISTERS: Final = (9, 16)
+ROW_OVERHEAD_REGISTERS: Final = (0, 10)
+#: What both together add where sums stay in the tensor cores, which lets tiles be wider.
+ROW_AND_BIAS_REGISTERS: Final = 10
+#: Registers that one WGMMA names beside its sums, as ptxas counts them; there must be as many at
+#: launch, whatever setmaxnreg gives the math warpgroups later.
+WGMMA_OVERHEAD_REGISTERS: Final = 26
+LAUNCH_REGISTERS: Final = {1: 255, 2: 168, 3: 128}
 RASTER_ALONG: Final = ("m", "n")
 BAKED_DIMS: Final = ("none", "nk")
 SASS_PASSES: Final = ("none", "interleave")
@@ -126,7 +136,10 @@ class Resources:
 
     Offsets and sizes in bytes from the start of dynamic shared memory; the template lays out the
     same regions in the same order: A stages, B stages, D, split-K partials, scales of A, scales
-    of B, barriers. Boxes are (inner, outer) in elements.
+    of B, vectors of each math warpgroup, barriers. Boxes are (inner, outer) in elements.
+
+    The vectors are what the sums of a tile are finished with: scales of its rows and columns
+    (recipe "row") and its part of the bias.
     """
 
     threads: int
@@ -142,6 +155,8 @@ class Resources:
     partial_offset: int
     sfa_offset: int
     sfb_offset: int
+    vector_offset: int
+    vector_bytes: int
     barrier_offset: int
     smem_bytes: int
     a_box: tuple[int, int]
@@ -175,8 +190,10 @@ def d_store_box(block_n: int, d_bytes: int) -> tuple[int, int]:
     return odd * 8, 0
 
 
-def resources(config: GemmConfig, d_dtype: str = "bf16") -> Resources:
-    """Everything derived from a configuration and the output type."""
+def resources(
+    config: GemmConfig, d_dtype: str = "bf16", recipe: str = "block", bias: bool = False
+) -> Resources:
+    """Everything derived from a configuration and these fields of the problem."""
     c = config
     d_bytes = D_DTYPE_BYTES[d_dtype]
     producer, math = REGISTER_SPLIT[c.num_math_warpgroups]
@@ -192,16 +209,20 @@ def resources(config: GemmConfig, d_dtype: str = "bf16") -> Resources:
     owned_groups = ceil_div(c.block_n // 8, c.split_k)
     partial_bytes = c.split_k * owned_groups * c.block_m * 32 if c.split_k > 1 else 0
     sfa_offset = partial_offset + round_up(partial_bytes, 128)
-    sfa_stage_bytes = max(c.block_m, WGMMA_M) * 4
+    sfa_stage_bytes = max(c.block_m, WGMMA_M) * 4 if recipe == "block" else 0
     sfb_offset = sfa_offset + c.num_stages * sfa_stage_bytes
-    barrier_offset = sfb_offset + c.num_stages * 16
+    vector_offset = sfb_offset + (c.num_stages * 16 if recipe == "block" else 0)
+    num_waves = ceil_div(rows, WGMMA_M)
+    scales_bytes = (num_waves * WGMMA_M + c.block_n) * 4 if recipe == "row" else 0
+    vector_bytes = scales_bytes + c.block_n * d_bytes * bias
+    barrier_offset = vector_offset + c.num_math_warpgroups * vector_bytes
     return Resources(
         threads=WARPGROUP_THREADS * (1 + c.num_math_warpgroups),
         num_load_warps=1 if c.block_m + c.block_n >= MIN_ROWS_ONE_LOAD_WARP else 2,
         producer_registers=producer,
         math_registers=math,
         rows_per_warpgroup=rows,
-        num_waves=ceil_div(rows, WGMMA_M),
+        num_waves=num_waves,
         num_b_scales=num_b_scales(c.block_n),
         num_scale_positions=SCALE_BLOCK // gcd(c.block_n, SCALE_BLOCK),
         b_offset=b_offset,
@@ -209,6 +230,8 @@ def resources(config: GemmConfig, d_dtype: str = "bf16") -> Resources:
         partial_offset=partial_offset,
         sfa_offset=sfa_offset,
         sfb_offset=sfb_offset,
+        vector_offset=vector_offset,
+        vector_bytes=vector_bytes,
         barrier_offset=barrier_offset,
         smem_bytes=barrier_offset + (c.num_stages + (c.split_k > 1)) * 16,
         a_box=(BLOCK_K, c.block_m // c.cluster_n),
@@ -218,6 +241,12 @@ def resources(config: GemmConfig, d_dtype: str = "bf16") -> Resources:
         sfa_box=(c.block_m, 1),
         sfa_stage_bytes=sfa_stage_bytes,
     )
+
+
+def num_accumulator_registers(config: GemmConfig, num_waves: int, fast_accum: bool) -> int:
+    """Registers of a math thread that hold sums: in FP32, and partial ones of the tensor cores."""
+    partials = 0 if fast_accum else config.num_accumulators
+    return config.block_n // 2 * (num_waves + partials)
 
 
 def grid_size(problem: GemmProblem, config: GemmConfig, device: Device) -> int:
@@ -232,12 +261,10 @@ def grid_size(problem: GemmProblem, config: GemmConfig, device: Device) -> int:
 
 def why_invalid(problem: GemmProblem, config: GemmConfig, device: Device) -> Invalid | None:
     """The first rule that forbids this configuration, or None when it is valid."""
-    return _why_not_a_kernel(config, problem.d_dtype, device) or _why_not_for(
-        problem, config, device
-    )
+    return _why_not_a_kernel(problem, config, device) or _why_not_for(problem, config, device)
 
 
-def _why_not_a_kernel(c: GemmConfig, d_dtype: str, device: Device) -> Invalid | None:
+def _why_not_a_kernel(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid | None:
     """Rules of the kernel itself, whatever the problem's sizes."""
     if c.block_m not in BLOCK_MS:
         return Invalid("block_m", f"block_m={c.block_m}: expected one of {BLOCK_MS}")
@@ -271,7 +298,7 @@ def _why_not_a_kernel(c: GemmConfig, d_dtype: str, device: Device) -> Invalid | 
         )
     if rows > 2 * WGMMA_M:
         return Invalid("warpgroup_rows", f"{rows} rows a warpgroup: at most 128")
-    return _why_cluster_invalid(c) or _why_too_large(c, d_dtype, device)
+    return _why_cluster_invalid(c) or _why_not_under(p, c) or _why_too_large(p, c, device)
 
 
 def _why_cluster_invalid(c: GemmConfig) -> Invalid | None:
@@ -294,20 +321,46 @@ def _why_cluster_invalid(c: GemmConfig) -> Invalid | None:
     return None
 
 
-def _why_too_large(c: GemmConfig, d_dtype: str, device: Device) -> Invalid | None:
-    r = resources(c, d_dtype)
+def _why_not_under(p: GemmProblem, c: GemmConfig) -> Invalid | None:
+    """Rules of the problem's recipe and policies."""
+    if p.fast_accum and c.num_accumulators != 1:
+        return Invalid("accumulators_fast", "fast_accum=true sums into one accumulator")
+    if p.recipe != "block" and c.sass_pass != "none":
+        return Invalid("sass_pass_recipe", f"recipe={p.recipe} has no FFMA to interleave")
+    if p.batch_invariant and c.split_k != 1:
+        return Invalid(
+            "batch_invariant",
+            f"split_k={c.split_k} sums K in another order than split_k=1, which serves every M",
+        )
+    return None
+
+
+def _why_too_large(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid | None:
+    r = resources(c, p.d_dtype, p.recipe, p.bias)
     if c.num_accumulators > 1 and r.num_waves != 1:
         return Invalid(
             "accumulators_waves",
             f"num_accumulators={c.num_accumulators} needs 64 rows a math warpgroup",
         )
     need = (
-        (c.block_n // 2) * (r.num_waves + c.num_accumulators)
+        num_accumulator_registers(c, r.num_waves, p.fast_accum)
         + MATH_OVERHEAD_REGISTERS[c.num_math_warpgroups]
         + WAVE_OVERHEAD_REGISTERS * (r.num_waves - 1)
         + CLUSTER_OVERHEAD_REGISTERS * (c.cluster_size > 1)
-        + FP32_OVERHEAD_REGISTERS * (d_dtype == "fp32")
+        + FP32_OVERHEAD_REGISTERS * (p.d_dtype == "fp32")
+        + BIAS_OVERHEAD_REGISTERS[c.cluster_size > 1] * (p.bias and p.recipe == "block")
+        + ROW_OVERHEAD_REGISTERS[c.cluster_size > 1] * (p.recipe == "row" and not p.fast_accum)
     )
+    both = ROW_AND_BIAS_REGISTERS * (p.recipe == "row" and p.bias and p.fast_accum)
+    need += both
+    at_launch = c.block_n // 2 + WGMMA_OVERHEAD_REGISTERS + both
+    if at_launch > LAUNCH_REGISTERS[c.num_math_warpgroups]:
+        return Invalid(
+            "registers",
+            f"block_n={c.block_n} takes {at_launch} registers in one WGMMA, and "
+            f"{c.num_math_warpgroups} math warpgroups start with "
+            f"{LAUNCH_REGISTERS[c.num_math_warpgroups]} a thread",
+        )
     if need > r.math_registers:
         return Invalid(
             "registers", f"about {need} registers a math thread: {r.math_registers} available"

@@ -14,7 +14,7 @@ from itertools import islice
 from math import exp, gcd, log
 from typing import Final
 
-from kgen.config import WGMMA_M, GemmConfig, resources
+from kgen.config import WGMMA_M, GemmConfig, num_accumulator_registers, resources
 from kgen.device import Device
 from kgen.errors import InvalidConfig
 from kgen.model import FIT, Fit, Times, Work, lost_bytes, times
@@ -151,7 +151,7 @@ def work_of(p: GemmProblem, c: GemmConfig, device: Device) -> Work:
         split_k=c.split_k,
         multicast=float(is_multicast),
         clustered=float(c.cluster_size > 1),
-        scale_steps=c.block_n // step if step < SCALE_BLOCK else 1,
+        scale_steps=c.block_n // step if p.recipe == "block" and step < SCALE_BLOCK else 1,
         rows_past_end=max(0, c.block_m - p.m) / c.cluster_n * ctas,
         box_rows=_box_rows(c.block_n, c.cluster_m),
         load_rows=c.block_m / c.cluster_n + c.block_n / c.cluster_m,
@@ -167,6 +167,7 @@ def work_of(p: GemmProblem, c: GemmConfig, device: Device) -> Work:
         sm_tflops=device.fp8_tflops / device.num_sms,
         dram_gbps=device.dram_gbps,
         l2_bytes=device.l2_bytes,
+        fast_accum=float(p.fast_accum),
     )
 
 
@@ -179,7 +180,8 @@ def _rounds(p: GemmProblem, c: GemmConfig, device: Device, tiles: int) -> tuple[
     size = c.cluster_size
     clusters = device.max_clusters(size)
     if size > 1 and c.num_math_warpgroups == 1:  # setmaxnreg takes all registers of an SM
-        clusters *= _ctas_per_sm(c, p.d_dtype, device.smem_per_block)
+        kind = (p.d_dtype, p.recipe, p.bias, p.fast_accum)
+        clusters *= _ctas_per_sm(c, kind, device.smem_per_block)
     if p.num_sms:
         clusters = max(1, min(clusters, p.num_sms // size))
     clusters = min(clusters, tiles)
@@ -188,11 +190,15 @@ def _rounds(p: GemmProblem, c: GemmConfig, device: Device, tiles: int) -> tuple[
 
 
 @lru_cache(maxsize=1 << 14)
-def _ctas_per_sm(c: GemmConfig, d_dtype: str, smem_per_block: int) -> int:
-    """CTAs of a kernel with one math warpgroup that an SM holds at a time; an estimate."""
-    r = resources(c, d_dtype)
-    registers = (r.num_waves + c.num_accumulators) * c.block_n // 2 + THREAD_REGISTERS
-    registers += SELECT_REGISTERS * (r.num_scale_positions > 1)
+def _ctas_per_sm(c: GemmConfig, kind: tuple[str, str, bool, bool], smem_per_block: int) -> int:
+    """CTAs of a kernel with one math warpgroup that an SM holds at a time; an estimate.
+
+    `kind`: d_dtype, recipe, bias and fast_accum of the problem.
+    """
+    d_dtype, recipe, bias, fast_accum = kind
+    r = resources(c, d_dtype, recipe, bias)
+    registers = num_accumulator_registers(c, r.num_waves, fast_accum) + THREAD_REGISTERS
+    registers += SELECT_REGISTERS * (recipe == "block" and r.num_scale_positions > 1)
     registers += MULTICAST_REGISTERS * (c.cluster_m * c.cluster_n > 1)
     by_registers = SM_REGISTERS // (r.threads * round_up(registers, REGISTER_STEP))
     by_smem = (smem_per_block + CTA_SMEM_BYTES) // (r.smem_bytes + CTA_SMEM_BYTES)

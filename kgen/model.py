@@ -48,6 +48,7 @@ class Work(NamedTuple):
     b_again_bytes             of B, read by more blocks of rows than the first
     reuse_bytes               what passes through L2 between two uses of the latter
     d_bytes                   of one element
+    fast_accum                1 where sums stay in the tensor cores over all of K; else 0
     """
 
     rounds: float
@@ -80,6 +81,7 @@ class Work(NamedTuple):
     sm_tflops: float
     dram_gbps: float
     l2_bytes: float
+    fast_accum: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)  # compared and hashed as an object: it keys caches
@@ -203,6 +205,8 @@ def _math_us(w: Work, fit: Fit, tick: float) -> tuple[float, float]:
     uncovered_us = _larger(0.0, promotion_us - wgmma_us)
     two_us = wgmma_us + (promotion_us + uncovered_us + tick * fit.pair_wait_us) / 2
     chain_us = one_us + w.two_accumulators * (two_us - one_us)
+    # Where nothing is promoted, the next K block's WGMMAs are issued before this one's are done.
+    chain_us = chain_us * (1 - w.fast_accum)
     return tensor_us, chain_us + tick * fit.block_us
 
 

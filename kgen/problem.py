@@ -5,14 +5,18 @@ Takes plain values, gives frozen values. Must not import torch, CUDA or any thir
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, Final
 
 from kgen.errors import UsageError
 
 KINDS: Final = ("dense",)
 D_DTYPES: Final = ("bf16", "fp16", "fp32")
 D_DTYPE_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4}
+#: What the scales belong to: 1x128 of A and 128x128 of B; a row of A and of B; a whole tensor.
+RECIPES: Final = ("block", "row", "tensor")
+#: Types of A and of B.
+OPERAND_DTYPES: Final = ("e4m3", "e5m2")
 
 #: Columns of A (and of B) that share one scale, and rows of B that share one scale.
 SCALE_BLOCK: Final = 128
@@ -34,11 +38,22 @@ def round_up(a: int, b: int) -> int:
 
 @dataclass(frozen=True, order=True)
 class GemmProblem:
-    """D[m, n] = A[m, k] · B[n, k]ᵀ with E4M3 operands and FP32 block scales.
+    """D[m, n] = A[m, k] · B[n, k]ᵀ (+ bias[n]) with FP8 operands and FP32 scales.
 
-    A carries a scale per row and 128 columns, B a scale per 128x128 block; D is `d_dtype`.
-    `num_sms` is an SM budget (0: every SM of the device) and part of the problem, since the
-    best kernel for 132 SMs is not the best for 108. Raises UsageError for a field out of range.
+    recipe             what a scale belongs to. "block": a row and 128 columns of A, 128x128 of B;
+                       "row": a row of A (a token), a row of B (an output channel); "tensor": all
+                       of A, all of B
+    a_dtype, b_dtype   "e4m3" or "e5m2"
+    d_dtype            "bf16", "fp16" or "fp32"
+    bias               a vector [n] of `d_dtype` is added in FP32, before D is rounded
+    fast_accum         all of K is summed inside the tensor cores, which keep 13 fraction bits of
+                       a sum (torch._scaled_mm's use_fast_accum=True); otherwise each 128 columns
+                       are added up in FP32. Recipe "block" has to do the latter
+    batch_invariant    the bits of a row of D do not depend on m, the device or num_sms
+    num_sms            an SM budget (0: every SM of the device), part of the problem, since the
+                       best kernel for 132 SMs is not the best for 108
+
+    Raises UsageError for a field out of range.
     """
 
     kind: str
@@ -46,14 +61,29 @@ class GemmProblem:
     n: int
     k: int
     groups: int = 1
+    recipe: str = "block"
+    a_dtype: str = "e4m3"
+    b_dtype: str = "e4m3"
     d_dtype: str = "bf16"
+    bias: bool = False
+    fast_accum: bool = False
+    batch_invariant: bool = False
     num_sms: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UsageError(f"kind={self.kind!r}: expected one of {', '.join(KINDS)}")
-        if self.d_dtype not in D_DTYPES:
-            raise UsageError(f"d_dtype={self.d_dtype!r}: expected one of {', '.join(D_DTYPES)}")
+        for name, names in NAMES.items():
+            if getattr(self, name) not in names:
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r}: expected one of {', '.join(names)}"
+                )
+        for name in FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name}={getattr(self, name)!r}: expected true or false")
+        if self.fast_accum and self.recipe == "block":
+            raise UsageError(
+                "fast_accum=true: recipe=block scales each 128 columns by themselves, so their "
+                "sums have to leave the tensor cores; leave it out, or take recipe=row or tensor"
+            )
         for name, low in (("m", 1), ("n", 1), ("k", 1), ("groups", 1), ("num_sms", 0)):
             value = getattr(self, name)
             if not low <= value <= MAX_EXTENT:
@@ -82,9 +112,16 @@ class GemmProblem:
     @property
     def min_bytes(self) -> int:
         """The bytes that must cross device memory once: operands, scales and D."""
-        scales = 4 * (self.m + ceil_div(self.n, SCALE_BLOCK)) * self.num_k_blocks
-        d_bytes = self.m * self.n * D_DTYPE_BYTES[self.d_dtype]
-        return self.groups * (self.m * self.k + self.n * self.k + scales + d_bytes)
+        d_size = D_DTYPE_BYTES[self.d_dtype]
+        scales = 4 * sum(rows * columns for rows, columns in self.scale_shapes)
+        vectors = scales + self.n * d_size * self.bias
+        d_bytes = self.m * self.n * d_size
+        return self.groups * (self.m * self.k + self.n * self.k + vectors + d_bytes)
+
+    @property
+    def scale_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(rows, columns) of A's scales and of B's, as kernels take them."""
+        return scale_shapes(self.recipe, self.m, self.n, self.k)
 
     def with_m(self, m: int) -> GemmProblem:
         """The same problem with another number of rows."""
@@ -93,10 +130,31 @@ class GemmProblem:
     def __str__(self) -> str:
         """The shapes line that stands for this problem; fields at their default are left out."""
         parts = [self.kind, f"m={self.m}", f"n={self.n}", f"k={self.k}"]
-        if self.groups != 1:
-            parts.append(f"groups={self.groups}")
-        if self.d_dtype != "bf16":
-            parts.append(f"d_dtype={self.d_dtype}")
-        if self.num_sms:
-            parts.append(f"num_sms={self.num_sms}")
+        for name, default in OPTIONAL.items():
+            value = getattr(self, name)
+            if value != default:
+                parts.append(f"{name}={str(value).lower()}")
         return " ".join(parts)
+
+
+#: Fields that hold one of a few names, and those that are true or false.
+NAMES: Final = {
+    "kind": KINDS,
+    "recipe": RECIPES,
+    "a_dtype": OPERAND_DTYPES,
+    "b_dtype": OPERAND_DTYPES,
+    "d_dtype": D_DTYPES,
+}
+FLAGS: Final = ("bias", "fast_accum", "batch_invariant")
+#: Fields that a shapes line may leave out, with their defaults.
+OPTIONAL: Final[dict[str, Any]] = {
+    f.name: f.default for f in fields(GemmProblem) if f.default is not MISSING
+}
+
+
+def scale_shapes(recipe: str, m: int, n: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(rows, columns) of A's scales and of B's under a recipe."""
+    if recipe == "block":
+        blocks = ceil_div(k, SCALE_BLOCK)
+        return (m, blocks), (ceil_div(n, SCALE_BLOCK), blocks)
+    return ((m, 1), (n, 1)) if recipe == "row" else ((1, 1), (1, 1))

@@ -1,6 +1,6 @@
-"""Casts to E4M3 with block scales, and the scale layout that TMA reads, in plain PyTorch.
+"""Casts to FP8 with scales, and the scale layout that TMA reads, in plain PyTorch.
 
-Takes tensors on any device; gives (E4M3 values, FP32 scales) with value · scale ≈ input.
+Takes tensors on any device; gives (FP8 values, FP32 scales) with value · scale ≈ input.
 Imports torch only.
 """
 
@@ -14,7 +14,10 @@ from kgen.errors import UnsupportedInput
 from kgen.problem import SCALE_BLOCK, TMA_ALIGN_BYTES, ceil_div, round_up
 
 E4M3: Final = torch.float8_e4m3fn
+E5M2: Final = torch.float8_e5m2
 E4M3_MAX: Final = 448.0
+#: Largest finite value by type. E5M2 has an inf beyond it, which no cast here makes.
+FP8_MAX: Final = {E4M3: E4M3_MAX, E5M2: 57344.0}
 #: The least scale. Below it amax / 448 loses digits or becomes 0, and x / 0 would be inf; what
 #: so small a block holds then rounds to zero, an error under 2^-126.
 MIN_SCALE: Final = torch.finfo(torch.float32).tiny
@@ -48,6 +51,34 @@ def per_block_cast_to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     padded = _padded(x, rows * SCALE_BLOCK, cols * SCALE_BLOCK)
     values, scales = _cast(padded.view(rows, SCALE_BLOCK, cols, SCALE_BLOCK), dim=(1, 3))
     return values.view(padded.shape)[:n, :k].contiguous(), scales.view(rows, cols)
+
+
+def per_row_cast_to_fp8(
+    x: torch.Tensor, dtype: torch.dtype = E4M3
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cast x [rows, K] with one scale for each row: a token of A, an output channel of B.
+
+    Gives `dtype` (E4M3 or E5M2) [rows, K], row-major, and FP32 scales [rows]. Zeros, NaN, inf,
+    dtypes and errors as in `per_token_cast_to_fp8`; a row of zeros has scale 1.
+    """
+    rows, k = _shape(x)
+    wide = x.float().contiguous() if k else x.new_zeros(rows, 1, dtype=torch.float32)
+    values, scales = _cast(wide, dim=(1,), dtype=dtype)
+    return values[:, :k], scales.view(-1)
+
+
+def per_tensor_cast_to_fp8(
+    x: torch.Tensor, dtype: torch.dtype = E4M3
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cast x [rows, K] with one scale for all of it.
+
+    Gives `dtype` (E4M3 or E5M2) [rows, K], row-major, and an FP32 scalar on x's device; nothing
+    waits for the device. Otherwise as `per_row_cast_to_fp8`.
+    """
+    shape = _shape(x)
+    wide = x.float().contiguous() if x.numel() else x.new_zeros(1, 1, dtype=torch.float32)
+    values, scales = _cast(wide, dim=(0, 1), dtype=dtype)
+    return values[: shape[0], : shape[1]], scales.view(())
 
 
 def get_col_major_tma_aligned_tensor(x: torch.Tensor) -> torch.Tensor:
@@ -105,11 +136,16 @@ def _padded(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     return torch.nn.functional.pad(x.float(), padding).contiguous()
 
 
-def _cast(tiles: torch.Tensor, dim: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def _cast(
+    tiles: torch.Tensor, dim: tuple[int, ...], dtype: torch.dtype = E4M3
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if dtype not in FP8_MAX:
+        raise UnsupportedInput(f"a cast to {dtype}: expected float8_e4m3fn or float8_e5m2")
+    largest = FP8_MAX[dtype]
     finite = torch.isfinite(tiles)
     amax = torch.where(finite, tiles, 0.0).abs().amax(dim=dim, keepdim=True)
-    scales = torch.where(amax > 0, (amax / E4M3_MAX).clamp_min(MIN_SCALE), 1.0)
+    scales = torch.where(amax > 0, (amax / largest).clamp_min(MIN_SCALE), 1.0)
     # The quotient may round to just over 448. E4M3 has no inf, and torch's cast of one differs
     # between versions and devices (448 or NaN): say NaN.
-    values = (tiles / scales).clamp(-E4M3_MAX, E4M3_MAX)
-    return torch.where(finite, values, float("nan")).to(E4M3), scales
+    values = (tiles / scales).clamp(-largest, largest)
+    return torch.where(finite, values, float("nan")).to(dtype), scales

@@ -1,7 +1,7 @@
 """The reference product: FP32, from dequantised operands, in plain PyTorch on any device.
 
-Takes E4M3 operands with their scales; gives D. What verification compares with, and what answers
-where no kernel can. Imports torch only.
+Takes FP8 operands with their scales, and a bias; gives D. What verification compares with, and what
+answers where no kernel can. Imports torch only.
 """
 
 from __future__ import annotations
@@ -18,20 +18,32 @@ from kgen.problem import SCALE_BLOCK, round_up
 #: Output types by their names in problems, and the names by type.
 TORCH_D_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 D_DTYPE_NAMES: Final = {dtype: name for name, dtype in TORCH_D_DTYPES.items()}
+#: The same for operands.
+TORCH_OPERAND_DTYPES: Final = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+OPERAND_DTYPE_NAMES: Final = {dtype: name for name, dtype in TORCH_OPERAND_DTYPES.items()}
 
 #: FP32 elements of a dequantised piece of an operand, or of D, held at a time (256 MB).
 _MAX_ELEMENTS: Final = 2**26
 
 
-def dequantize_a(a: torch.Tensor, sfa: torch.Tensor) -> torch.Tensor:
-    """A [M, K] in FP32: each row's 128 columns times their scale, sfa [M, ceil(K/128)]."""
-    scales = sfa.repeat_interleave(SCALE_BLOCK, dim=1)[:, : a.shape[1]]
-    return a.float().mul_(scales)
+def dequantize_a(a: torch.Tensor, sfa: torch.Tensor, recipe: str = "block") -> torch.Tensor:
+    """A [M, K] in FP32: each value times its scale.
+
+    sfa [M, ceil(K/128)] for recipe "block", [M, 1] for "row", [1, 1] for "tensor".
+    """
+    if recipe == "block":
+        sfa = sfa.repeat_interleave(SCALE_BLOCK, dim=1)[:, : a.shape[1]]
+    return a.float().mul_(sfa)
 
 
-def dequantize_b(b: torch.Tensor, sfb: torch.Tensor) -> torch.Tensor:
-    """B [N, K] in FP32: each 128x128 block times its scale, sfb [ceil(N/128), ceil(K/128)]."""
-    return dequantize_a(b, sfb.repeat_interleave(SCALE_BLOCK, dim=0)[: b.shape[0]])
+def dequantize_b(b: torch.Tensor, sfb: torch.Tensor, recipe: str = "block") -> torch.Tensor:
+    """B [N, K] in FP32: each value times its scale.
+
+    sfb [ceil(N/128), ceil(K/128)] for recipe "block", [N, 1] for "row", [1, 1] for "tensor".
+    """
+    if recipe == "block":
+        sfb = sfb.repeat_interleave(SCALE_BLOCK, dim=0)[: b.shape[0]]
+    return dequantize_a(b, sfb, recipe)
 
 
 def gemm_reference(
@@ -40,19 +52,29 @@ def gemm_reference(
     b: torch.Tensor,
     sfb: torch.Tensor,
     out_dtype: torch.dtype = torch.float32,
+    *,
+    bias: torch.Tensor | None = None,
+    recipe: str = "block",
 ) -> torch.Tensor:
-    """D [M, N] = A · Bᵀ, summed in FP32 and rounded once to `out_dtype`.
+    """D [M, N] = A · Bᵀ (+ bias), summed in FP32 and rounded once to `out_dtype`.
 
-    a [M, K] and b [N, K] E4M3 with any strides, sfa [M, ceil(K/128)] and sfb
-    [ceil(N/128), ceil(K/128)] FP32. Works in pieces: large problems need little more than D.
+    a [M, K] and b [N, K] FP8 with any strides, scales FP32 as in `dequantize_a` and
+    `dequantize_b`, bias [N] of any type. Works in pieces: large problems need little more than D.
     """
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-    gemm_reference_into(out, a, sfa, b, sfb)
+    gemm_reference_into(out, a, sfa, b, sfb, bias=bias, recipe=recipe)
     return out
 
 
 def gemm_reference_into(
-    out: torch.Tensor, a: torch.Tensor, sfa: torch.Tensor, b: torch.Tensor, sfb: torch.Tensor
+    out: torch.Tensor,
+    a: torch.Tensor,
+    sfa: torch.Tensor,
+    b: torch.Tensor,
+    sfb: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    recipe: str = "block",
 ) -> None:
     """Write D into `out` [M, N], of any strides; otherwise as `gemm_reference`."""
     m, k = a.shape
@@ -61,12 +83,17 @@ def gemm_reference_into(
     m_step = max(1, _MAX_ELEMENTS // max(k, min(n, n_step), 1))
     with full_fp32(), torch.autocast(out.device.type, enabled=False):
         for n0 in range(0, n, n_step):
+            columns = slice(n0, n0 + n_step)
             blocks = slice(n0 // SCALE_BLOCK, (n0 + n_step) // SCALE_BLOCK)
-            b_piece = dequantize_b(b[n0 : n0 + n_step], sfb[blocks]).t()
+            of_b = {"block": sfb[blocks], "row": sfb[columns], "tensor": sfb}[recipe]
+            b_piece = dequantize_b(b[columns], of_b, recipe).t()
             for m0 in range(0, m, m_step):
                 rows = slice(m0, m0 + m_step)
-                a_piece = dequantize_a(a[rows], sfa[rows])
-                out[rows, n0 : n0 + n_step] = a_piece @ b_piece
+                of_a = sfa if recipe == "tensor" else sfa[rows]
+                product = dequantize_a(a[rows], of_a, recipe) @ b_piece
+                if bias is not None:
+                    product += bias[columns].float()
+                out[rows, columns] = product
 
 
 class _Precision:

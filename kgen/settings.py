@@ -119,6 +119,18 @@ def recordings(env: Mapping[str, str] | None = None) -> tuple[str, str]:
     return env.get("KGEN_RECORD", ""), env.get("KGEN_MISSES", "")
 
 
+def batch_invariant_by_default(env: Mapping[str, str] | None = None) -> bool:
+    """KGEN_BATCH_INVARIANT alone: 1 or true, 0 or false; unset and empty mean false.
+
+    Raises UsageError for another value.
+    """
+    env = os.environ if env is None else env
+    value = env.get("KGEN_BATCH_INVARIANT", "").lower()
+    if value not in ("", "0", "1", "false", "true"):
+        raise UsageError(f"KGEN_BATCH_INVARIANT={value!r}: expected 1 or 0, true or false")
+    return value in ("1", "true")
+
+
 def absolute_path(text: str, name: str) -> Path:
     """The path with `~` and the present folder put in; `name` is whose value `text` is.
 

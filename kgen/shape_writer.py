@@ -17,13 +17,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-from kgen.problem import GemmProblem
+from kgen.problem import OPTIONAL, GemmProblem
 from kgen.shapes import ShapeLine, format_line
 
 #: Names of the forms; a file's name ends in one of them, and any other ending means "txt".
 FORMS: Final = ("txt", "csv", "jsonl")
-#: Fields that a form leaves out where every problem has the default.
-_OPTIONAL: Final = {"groups": 1, "d_dtype": "bf16", "num_sms": 0}
 _PERMISSIONS: Final = 0o666
 
 
@@ -116,7 +114,9 @@ def _csv(lines: list[ShapeLine], comments: Mapping[GemmProblem, str]) -> Iterato
             yield f"# {comment}"
         for line in group:
             buffer = io.StringIO()
-            csv.writer(buffer, lineterminator="").writerow(_record(line, names).values())
+            values = _record(line, names).values()
+            words = [str(v).lower() if isinstance(v, bool) else v for v in values]
+            csv.writer(buffer, lineterminator="").writerow(words)
             yield buffer.getvalue()
 
 
@@ -130,9 +130,10 @@ def _jsonl(lines: list[ShapeLine], comments: Mapping[GemmProblem, str]) -> Itera
 
 
 def _names(lines: list[ShapeLine]) -> list[str]:
+    """The columns: fields are left out where every problem has the default."""
     used = [
         name
-        for name, default in _OPTIONAL.items()
+        for name, default in OPTIONAL.items()
         if any(getattr(line.problem, name) != default for line in lines)
     ]
     return ["kind", "m", "n", "k", *used, "weight"]

@@ -7,7 +7,11 @@ third-party package, and reads nothing but the file it is given.
     line    ::=  kind field=value ...        # the rest of a line after a `#` is a comment
     value   ::=  item,item,...
     item    ::=  number | a..b*f | a..b+s    # geometric and arithmetic ranges, both ends included
-    fields  ::=  kind groups m n k d_dtype num_sms weight
+    fields  ::=  kind groups m n k recipe a_dtype b_dtype d_dtype bias fast_accum
+                 batch_invariant num_sms weight
+
+`bias`, `fast_accum` and `batch_invariant` are true or false; a field that is left out has the
+default of `GemmProblem`.
 
 A line stands for every combination of its values. Range ends are whole numbers; a range stops at
 the last value that does not pass b. `weight` is one positive number: how much time the user
@@ -27,11 +31,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from kgen.errors import ShapesError, UsageError
-from kgen.problem import GemmProblem
+from kgen.problem import FLAGS, NAMES, OPTIONAL, GemmProblem
 
-FIELDS: Final = ("kind", "groups", "m", "n", "k", "d_dtype", "num_sms", "weight")
 REQUIRED: Final = ("kind", "m", "n", "k")
-TEXT_FIELDS: Final = ("kind", "d_dtype")
+FIELDS: Final = (*REQUIRED, *OPTIONAL, "weight")
+TEXT_FIELDS: Final = tuple(NAMES)
 EXAMPLE: Final = "dense m=64 n=2112 k=7168"
 #: More problems than this in one file or line is a slip of the pen, not a plan.
 MAX_PROBLEMS: Final = 100_000
@@ -47,6 +51,8 @@ SHIPPED_DIRS: Final = (
 
 _NUMBER: Final = re.compile(r"[0-9]{1,18}")
 _RANGE: Final = re.compile(r"([0-9]{1,18})\.\.([0-9]{1,18})([*+])([0-9]{1,18})")
+
+_FLAG_WORDS: Final = ("true", "false")
 
 #: Field name to the values that it stands for on one line.
 Fields = Mapping[str, Sequence[Any]]
@@ -202,6 +208,8 @@ def _values(name: str, text: str) -> Sequence[Any]:
         raise _BadLine(f"{name}={text!r}: an empty item; write items as a,b,c")
     if name in TEXT_FIELDS:
         return items
+    if name in FLAGS:
+        return [_flag(name, item) for item in items]
     values: list[int] = []
     for item in items:
         values += _integers(name, item)
@@ -230,6 +238,12 @@ def _integers(name: str, item: str) -> Sequence[int]:
     while values[-1] * step <= last:
         values.append(values[-1] * step)
     return values
+
+
+def _flag(name: str, item: str) -> bool:
+    if item.lower() not in _FLAG_WORDS:
+        raise _BadLine(f"{name}={item!r}: expected true or false")
+    return item.lower() == "true"
 
 
 def _weight(value: Any) -> float:
@@ -342,12 +356,13 @@ def _json_values(name: str, value: Any) -> Sequence[Any]:
     values: list[Any] = []
     for item in items:
         _check_count(name, len(values))
+        kind = str if name in TEXT_FIELDS else bool if name in FLAGS else int
         if isinstance(item, str):
             values += _values(name, item)
-        elif type(item) is int and name not in TEXT_FIELDS:
+        elif type(item) is kind:
             values.append(item)
         else:
-            wanted = "a name" if name in TEXT_FIELDS else "a whole number"
+            wanted = {str: "a name", bool: "true or false", int: "a whole number"}[kind]
             raise _BadLine(f"{name}={item!r}: expected {wanted}")
     return values
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import nsmallest
 from itertools import product
@@ -108,7 +108,7 @@ def leading_configs(problem: GemmProblem, device: Device) -> list[list[GemmConfi
     Enough to name a default: the rest of `valid_configs` are twins of these.
     """
     found = []
-    for tile in _tiles(problem.d_dtype, problem.num_sms, device)[0]:
+    for tile in _tiles(_endless(problem), device)[0]:
         if _why_not_for(problem, tile.config, device):
             continue
         walks = _raster_walks(problem, tile.config, device)
@@ -167,7 +167,7 @@ class _Tile:
 def _walk(
     problem: GemmProblem, device: Device, sass_passes: tuple[str, ...]
 ) -> tuple[tuple[GemmConfig, ...], Counter[str]]:
-    tiles, left_out = _tiles(problem.d_dtype, problem.num_sms, device)
+    tiles, left_out = _tiles(_endless(problem), device)
     finishes = list(product(AXES["baked_dims"], sass_passes))
     points_per_depth = len(finishes) * prod(len(AXES[name]) for name in _FREE_AT_A_DEPTH)
     left_out = Counter({r: points * len(finishes) for r, points in left_out.items()})
@@ -204,10 +204,14 @@ def _walk(
     return tuple(configs), +left_out
 
 
+def _endless(problem: GemmProblem) -> GemmProblem:
+    """The problem with sizes that forbid nothing."""
+    return replace(problem, m=2**30, n=2**30, k=2**30)
+
+
 @lru_cache(maxsize=16)
-def _tiles(d_dtype: str, num_sms: int, device: Device) -> tuple[tuple[_Tile, ...], Counter[str]]:
-    """Kernels for a problem without end, whose sizes forbid nothing, and what rules forbid."""
-    endless = GemmProblem("dense", 2**30, 2**30, 2**30, d_dtype=d_dtype, num_sms=num_sms)
+def _tiles(endless: GemmProblem, device: Device) -> tuple[tuple[_Tile, ...], Counter[str]]:
+    """Kernels for a problem without end, and what rules forbid."""
     names = [name for name in AXES if name not in FREE_AXES]
     points = prod(len(AXES[name]) for name in _FREE_AT_A_DEPTH)
     left_out: Counter[str] = Counter()

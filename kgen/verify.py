@@ -12,7 +12,8 @@ exact    at most 6 live K blocks a pass until each was live once; power-of-two s
          last partial tile, all at the full N and K: every column strip, every K block, every row
          position in a tile.
 growth   all-positive data and equal scales: the error at a large K may be 1.5 times that of
-         K = 512 at most, which only a kernel that promotes every K block can keep.
+         K = 512 at most, which only a kernel that promotes every K block can keep. Not asked of
+         fast_accum, whose limit for random data grows with K instead.
 Every launch writes into a buffer full of one NaN pattern, wider and longer than D: exactly the
 m * n elements of D must have changed.
 """
@@ -20,15 +21,16 @@ m * n elements of D must have changed.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import sqrt
 from typing import Final
 
 import torch
 
 from kgen.cases import GROWTH_BASE_K, LIVE_BLOCKS, STRIP, TILE, Case, GrowthCase, Launch
 from kgen.errors import WrongResult
-from kgen.problem import GemmProblem
+from kgen.problem import GemmProblem, ceil_div
 
 __all__ = ["Case", "Launch", "Seal", "Verified", "verify", "verify_peer"]
 
@@ -38,6 +40,10 @@ MAX_ERROR: Final = 4e-3
 #: The same for FP16 and FP32. Rounding to FP16 gives 4.9e-4 at most, truncation 4e-4 on strips of
 #: one row; a result that went through BF16 on its way is refused.
 MAX_FINE_ERROR: Final = 1.2e-3
+#: What K may add where all of it is summed inside the tensor cores, times the root of its k32
+#: steps. Emulated on normal data, strips err by 1.0e-4 to 1.5e-4 times that root at K = 512 to
+#: 16384; the worst is 3.4e-3.
+MAX_FAST_ERROR: Final = 3e-4
 MAX_GROWTH: Final = 1.5
 GROWTH_KS: Final = (16384, 65536)
 #: FP32 results of an exact kernel carry rounding noise only; growth of that is not judged.
@@ -72,8 +78,10 @@ def verify(launch: Launch, case: Case, *, any_nk: bool = False) -> Verified:
 
 
 def limit_for(case: Case) -> float:
-    """The largest error of a tile or strip of this case's output type."""
-    return MAX_ERROR if case.d_dtype == torch.bfloat16 else MAX_FINE_ERROR
+    """The largest error of a tile or strip of this case's output type and way to sum."""
+    limit = MAX_ERROR if case.d_dtype == torch.bfloat16 else MAX_FINE_ERROR
+    problem = case.problem
+    return limit + MAX_FAST_ERROR * sqrt(ceil_div(problem.k, 32)) * problem.fast_accum
 
 
 def verify_peer(launch: Launch, case: Case, limit: float = MAX_ERROR) -> Verified:
@@ -95,7 +103,7 @@ def check_random(
     found = []
     for rows, row_major in runs:
         d = case.output.poisoned(rows)
-        launch(*case.inputs(rows, row_major), d)
+        launch(*case.inputs(rows, row_major), d, *case.bias)
         tiles, strips = case.errors(d)
         excess = case.output.num_changed() - d.numel()
         found.append(torch.stack([tiles.amax(), strips.amax(), excess.float()]))
@@ -108,15 +116,16 @@ def check_random(
 
 
 def check_exact(launch: Launch, case: Case) -> None:
-    """All passes of the exact case, the last one with row-major scales as well."""
+    """All passes of the exact case, and the last one again: row-major scales, another bias."""
     exact = case.exact
     runs = [(number, False) for number in range(exact.num_passes)] + [(exact.num_passes - 1, True)]
     found = []
-    for number, row_major in runs:
+    for number, last in runs:
         output = case.output if exact.rows(number) == case.problem.m else case.short_output
         d = output.poisoned(exact.rows(number))
-        launch(*exact.inputs(number, row_major), d)
-        found.append(torch.stack([exact.num_wrong(d, number), output.num_changed() - d.numel()]))
+        launch(*exact.inputs(number, last), d, *exact.bias(last))
+        wrong = exact.num_wrong(d, number, last)
+        found.append(torch.stack([wrong, output.num_changed() - d.numel()]))
     for run, counts in zip(runs, torch.stack(found).tolist(), strict=True):
         if counts != [0, 0]:
             raise WrongResult(_why_not_exact(launch, case, *run))
@@ -144,8 +153,14 @@ def check_growth(launch: Launch, case: Case, any_nk: bool) -> float:
 
 
 def shared_growths(case: Case) -> list[GrowthCase]:
-    """What kernels for any N and K are checked on beside the case, made once a process."""
-    return [_shared_growth(k, case.d_dtype, case.device) for k in GROWTH_KS]
+    """What kernels for any N and K are checked on beside the case, made once a process.
+
+    Nothing under fast_accum, which lets errors grow.
+    """
+    if case.problem.fast_accum:
+        return []
+    plain = replace(case.problem, m=128, n=256, batch_invariant=False, num_sms=0)
+    return [_shared_growth(replace(plain, k=k), case.device) for k in GROWTH_KS]
 
 
 class Seal:
@@ -164,27 +179,27 @@ class Seal:
 
 
 @lru_cache(maxsize=4)
-def _shared_growth(k: int, dtype: torch.dtype, device: torch.device) -> GrowthCase:
-    return GrowthCase(128, 256, k, dtype, device)
+def _shared_growth(problem: GemmProblem, device: torch.device) -> GrowthCase:
+    return GrowthCase(problem, device)
 
 
-def _why_not_exact(launch: Launch, case: Case, number: int, row_major: bool) -> str:
+def _why_not_exact(launch: Launch, case: Case, number: int, last_launch: bool) -> str:
     """Run a pass once more and say what is wrong; waits for the device."""
     exact, rows = case.exact, case.exact.rows(number)
     d = case.output.poisoned(rows)
-    launch(*exact.inputs(number, row_major), d)
+    launch(*exact.inputs(number, last_launch), d, *exact.bias(last_launch))
     first = LIVE_BLOCKS * number
     last = min(first + LIVE_BLOCKS, case.problem.num_k_blocks) - 1
     head = f"{case.problem}: exact case, K blocks {first} to {last}, {rows} rows"
-    words = [case.output.describe_changed(rows), exact.describe_wrong(d, number)]
-    return f"{head}, {_layout(row_major)}: " + "; ".join(filter(None, words))
+    words = [case.output.describe_changed(rows), exact.describe_wrong(d, number, last_launch)]
+    return f"{head}, {_layout(last_launch)}: " + "; ".join(filter(None, words))
 
 
 def _why_wrong(launch: Launch, case: Case, run: tuple[int, bool], limit: float) -> str:
     """Run once more and say what is wrong; waits for the device."""
     rows, row_major = run
     d = case.output.poisoned(rows)
-    launch(*case.inputs(rows, row_major), d)
+    launch(*case.inputs(rows, row_major), d, *case.bias)
     head = f"{case.problem}: {rows} rows, {_layout(row_major)}: "
     changed = case.output.describe_changed(rows)
     if changed:

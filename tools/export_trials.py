@@ -16,7 +16,7 @@ import gzip
 import io
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
@@ -145,8 +145,9 @@ def _parse(record: dict[str, str]) -> Trial:
 
 
 def _typed(record: dict[str, str], kind: type[GemmProblem] | type[GemmConfig]) -> dict[str, Any]:
+    types: dict[str, Callable[[str], Any]] = {"int": int, "str": str, "bool": "True".__eq__}
     return {
-        f.name: int(record[f.name]) if f.type == "int" else record[f.name]
+        f.name: types[str(f.type)](record[f.name])
         for f in fields(kind)
         if f.name in record  # a newer kgen may have axes that the file does not know
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from kgen.config import GemmConfig, why_invalid
@@ -17,31 +18,41 @@ from kgen.render import render
 
 FOLDER = Path(__file__).parent.parent / "tests" / "data" / "golden"
 
-#: One configuration for each branch of the templates.
-CASES: dict[str, tuple[GemmConfig, str]] = {
-    "default": (GemmConfig(), "bf16"),
-    "three_scales_multicast_b": (GemmConfig(block_n=152, cluster_m=2), "fp16"),
-    "two_accumulators_multicast_a": (GemmConfig(num_accumulators=2, cluster_n=2), "bf16"),
+PROBLEM = GemmProblem("dense", 512, 2112, 7168)
+FAST_ROW = replace(PROBLEM, recipe="row", fast_accum=True)
+_SPLIT = GemmConfig(block_m=16, block_n=64, num_stages=12, num_math_warpgroups=1, split_k=4)
+#: One problem and configuration for each branch of the templates.
+CASES: dict[str, tuple[GemmConfig, GemmProblem]] = {
+    "default": (GemmConfig(), PROBLEM),
+    "three_scales_multicast_b": (
+        GemmConfig(block_n=152, cluster_m=2),
+        replace(PROBLEM, d_dtype="fp16"),
+    ),
+    "two_accumulators_multicast_a": (GemmConfig(num_accumulators=2, cluster_n=2), PROBLEM),
     "two_waves_baked": (
         GemmConfig(block_m=256, num_stages=3, cluster_m=2, baked_dims="nk", raster_along="n"),
-        "bf16",
+        PROBLEM,
     ),
-    "split_k": (
-        GemmConfig(block_m=16, block_n=64, num_stages=12, num_math_warpgroups=1, split_k=4),
-        "bf16",
-    ),
+    "split_k": (_SPLIT, PROBLEM),
     "fp32_three_warpgroups": (
         GemmConfig(block_m=192, num_stages=3, num_math_warpgroups=3),
-        "fp32",
+        replace(PROBLEM, d_dtype="fp32"),
     ),
+    "row_fast_two_waves": (GemmConfig(block_m=256, num_stages=3), FAST_ROW),
+    "row_bias_split_k": (_SPLIT, replace(PROBLEM, recipe="row", bias=True)),
+    "tensor_e5m2_two_accumulators": (
+        GemmConfig(num_accumulators=2),
+        replace(PROBLEM, recipe="tensor", a_dtype="e5m2", bias=True, d_dtype="fp16"),
+    ),
+    "tensor_fast": (GemmConfig(), replace(FAST_ROW, recipe="tensor")),
+    "bias_fp32": (GemmConfig(), replace(PROBLEM, bias=True, d_dtype="fp32")),
 }
 
 
 def golden_sources() -> dict[str, str]:
     """File name to rendered source, for each case."""
     sources = {}
-    for name, (config, d_dtype) in CASES.items():
-        problem = GemmProblem("dense", 512, 2112, 7168, d_dtype=d_dtype)
+    for name, (config, problem) in CASES.items():
         assert why_invalid(problem, config, H200) is None, name
         sources[f"{name}.cu"] = render(problem, config).text
     return sources

@@ -18,7 +18,7 @@ import torch
 
 import kgen.runtime.gemm as g
 from kgen.bench.gpu import hopper_device
-from kgen.errors import LaunchError
+from kgen.errors import LaunchError, UsageError
 from kgen.nvml import driver_release
 from kgen.problem import GemmProblem
 from kgen.reference import TORCH_D_DTYPES
@@ -62,8 +62,10 @@ def run_host_bench(problem: GemmProblem = DEFAULT_PROBLEM, num_sets: int = NUM_S
 
     Only the host's part is timed: results are checked by the tests, not here. torch._scaled_mm has
     one scale per tensor, which asks less of it. Raises GpuMissing without a Hopper GPU, LaunchError
-    where kgen's fallback would answer.
+    where kgen's fallback would answer, UsageError for another recipe than "block".
     """
+    if problem.recipe != "block" or problem.bias:
+        raise UsageError(f"{problem}: --host times calls of recipe=block without a bias")
     ordinal = torch.cuda.current_device() if torch.cuda.is_available() else 0
     device = hopper_device("host costs are timed on", ordinal)
     calls = make_calls(problem, "cuda", num_sets)

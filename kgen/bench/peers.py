@@ -16,7 +16,14 @@ import torch
 
 from kgen.bench.against import Against
 from kgen.bench.package import import_as
-from kgen.bench.providers import Provider, Ready, TorchBlockwise, TorchTensorwise
+from kgen.bench.providers import (
+    Provider,
+    Ready,
+    TorchBlockwise,
+    TorchRecipe,
+    TorchTensorwise,
+    refuse_other_recipes,
+)
 from kgen.bench.summary import ROW_MAJOR
 from kgen.cases import Case, Launch, column_major
 from kgen.errors import KgenError
@@ -52,6 +59,9 @@ class FunctionPeer:
         problem = case.problem
         if problem.d_dtype not in self.d_dtypes:
             raise ValueError(f"no {problem.d_dtype} output; it has {', '.join(self.d_dtypes)}")
+        refuse_other_recipes(case, "block")
+        if problem.bias or (problem.a_dtype, problem.b_dtype) != ("e4m3", "e4m3"):
+            raise ValueError("takes E4M3 operands and no bias")
         if problem.num_sms:
             raise ValueError("takes every SM: a budget of SMs is not passed on")
 
@@ -83,17 +93,20 @@ class FunctionPeer:
 
 
 def providers_against(
-    asked: Sequence[Against], row_major: bool = False
+    asked: Sequence[Against],
+    row_major: bool = False,
+    recipes: Sequence[str] = ("block",),
 ) -> tuple[list[Provider], dict[str, str]]:
     """Providers for what can be had, and the reason for each peer that can not.
 
-    With `row_major` each that takes A's scales comes a second time, from row-major ones.
+    Of torch's there are those for `recipes`. With `row_major` each that takes A's scales comes a
+    second time, from row-major ones.
     """
     found: list[Provider] = []
     missing: dict[str, str] = {}
     for one in asked:
         try:
-            found += _providers(one, row_major)
+            found += _providers(one, row_major, recipes)
         # A package's own import may fail in any way, down to a loader's complaint.
         except (Exception, SystemExit) as error:
             missing[one.name] = str(error) if isinstance(error, KgenError) else _words(error)
@@ -101,10 +114,13 @@ def providers_against(
     return found, missing
 
 
-def _providers(asked: Against, row_major: bool) -> list[Provider]:
+def _providers(asked: Against, row_major: bool, recipes: Sequence[str]) -> list[Provider]:
     if asked.name == "torch":
-        blockwise = [TorchBlockwise(), *([TorchBlockwise(row_major=True)] if row_major else [])]
-        return [*blockwise, TorchTensorwise()]
+        found: list[Provider] = []
+        if "block" in recipes:
+            found += [TorchBlockwise(), *([TorchBlockwise(row_major=True)] if row_major else [])]
+            found.append(TorchTensorwise())
+        return found + [TorchRecipe(recipe) for recipe in ("row", "tensor") if recipe in recipes]
     if asked.folder is not None:
         peer = package_peer(asked.name, import_as(asked.folder, asked.alias, OWN_NAME))
     else:

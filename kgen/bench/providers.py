@@ -19,8 +19,9 @@ from kgen.runtime.dispatch import Dispatcher
 from kgen.runtime.kernel import current_stream
 from kgen.verify import Verified, verify, verify_peer
 
-#: With one scale per tensor torch sums all of K in the tensor core, truncated to 13 fraction bits.
-TENSORWISE_LIMIT: Final = 5e-2
+#: With scales by row or by tensor torch may sum all of K in the tensor core, cut to 13 fraction
+#: bits.
+SCALED_LIMIT: Final = 5e-2
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,13 @@ class Kgen:
         kernel, choice, num_sms = plan.kernel, plan.choice, case.problem.num_sms
 
         def launch(*tensors: torch.Tensor) -> None:
-            a, sfa, b, sfb, d = tensors
-            kernel(a, sfa, b, sfb, d, num_sms)
+            kernel(*tensors, num_sms=num_sms)
 
         verified = verify(launch, case, any_nk=choice.config.baked_dims == "none")
         m, n = case.problem.m, case.problem.n
         d = torch.empty(m, n, dtype=case.d_dtype, device=case.device)
-        tensors = (*case.inputs(m, self._row_major), d)
-        prepared = kernel.prepare(*tensors, num_sms)
+        tensors = (*case.inputs(m, self._row_major), d, *case.bias)
+        prepared = kernel.prepare(*tensors, num_sms=num_sms)
         ordinal = self._dispatcher.ordinal
 
         def call() -> None:
@@ -98,18 +98,18 @@ class TorchBlockwise:
         self.name = "torch blockwise" + ROW_MAJOR * row_major
 
     def ready(self, case: Case) -> Ready:
-        """Raises RuntimeError for what cuBLASLt refuses, such as M = 1."""
+        """Raises RuntimeError for what cuBLASLt refuses, such as M = 1, ValueError for a recipe."""
+        refuse_other_recipes(case, "block")
 
         def launch(*tensors: torch.Tensor) -> None:
-            tensors[4].copy_(self._call(tensors, case.d_dtype)())
+            tensors[4].copy_(self._call(tensors[:4], case)())
 
         verified = verify_peer(launch, case)
-        return Ready(verified, self._call(case.inputs(case.problem.m), case.d_dtype))
+        return Ready(verified, self._call(case.inputs(case.problem.m), case))
 
-    def _call(
-        self, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype
-    ) -> Callable[[], torch.Tensor]:
-        a, sfa, b, sfb = tensors[:4]
+    def _call(self, tensors: tuple[torch.Tensor, ...], case: Case) -> Callable[[], torch.Tensor]:
+        a, sfa, b, sfb = tensors
+        bias, dtype = next(iter(case.bias), None), case.d_dtype
         # torch wants A's scales with M contiguous and no padding, B's with K contiguous.
         scale_a, scale_b = sfa.t().contiguous().t(), sfb.t()
         given = sfa.contiguous()
@@ -117,9 +117,58 @@ class TorchBlockwise:
         def call() -> torch.Tensor:
             if self._row_major:
                 scale_a.copy_(given)
-            return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype)
+            return torch._scaled_mm(
+                a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=dtype
+            )
 
         return call
+
+
+class TorchRecipe:
+    """torch._scaled_mm with the problem's own scales, by row or by tensor, and its fast_accum."""
+
+    reference_only = False
+
+    def __init__(self, recipe: str) -> None:
+        self._recipe = recipe
+        self.name = f"torch {recipe}"
+
+    def ready(self, case: Case) -> Ready:
+        """Raises RuntimeError for what torch refuses, ValueError for another recipe."""
+        refuse_other_recipes(case, self._recipe)
+
+        def launch(*tensors: torch.Tensor) -> None:
+            tensors[4].copy_(self._call(tensors[:4], case)())
+
+        verified = verify_peer(launch, case, SCALED_LIMIT)
+        return Ready(verified, self._call(case.inputs(case.problem.m), case))
+
+    def _call(self, tensors: tuple[torch.Tensor, ...], case: Case) -> Callable[[], torch.Tensor]:
+        a, sfa, b, sfb = tensors
+        # By row torch wants [M, 1] and [1, N], contiguous; by tensor single values.
+        by_row = self._recipe == "row"
+        scale_a = sfa.contiguous() if by_row else sfa.view(())
+        scale_b = sfb.t().contiguous() if by_row else sfb.view(())
+        bias, fast_accum = next(iter(case.bias), None), case.problem.fast_accum
+
+        def call() -> torch.Tensor:
+            return torch._scaled_mm(
+                a,
+                b.t(),
+                scale_a=scale_a,
+                scale_b=scale_b,
+                bias=bias,
+                out_dtype=case.d_dtype,
+                use_fast_accum=fast_accum,
+            )
+
+        return call
+
+
+def refuse_other_recipes(case: Case, recipe: str) -> None:
+    """Raises ValueError where the problem's recipe is another one."""
+    if case.problem.recipe != recipe:
+        raise ValueError(f"takes scales by {recipe}, not by {case.problem.recipe}")
 
 
 class TorchTensorwise:
@@ -130,6 +179,9 @@ class TorchTensorwise:
 
     def ready(self, case: Case) -> Ready:
         """Verified against the same operands with equal scales, with a limit of its own."""
+        refuse_other_recipes(case, "block")
+        if case.bias:
+            raise ValueError("is a mark for problems without a bias")
         plain = Case(case.problem, case.device, unit_scales=True)
         scales = [plain.sfa[0, 0].clone(), plain.sfb[0, 0].clone()]
 
@@ -146,5 +198,5 @@ class TorchTensorwise:
         def launch(*tensors: torch.Tensor) -> None:
             tensors[4].copy_(call_on(tensors[0], tensors[2])())
 
-        verified = verify_peer(launch, plain, TENSORWISE_LIMIT)
+        verified = verify_peer(launch, plain, SCALED_LIMIT)
         return Ready(verified, call_on(case.a[: case.problem.m], case.b))

@@ -147,7 +147,8 @@ def run_bench(
     device = hopper_device("kgen bench needs")
     dispatcher = Dispatcher(0, StoredBuilder(settings), settings.db_url, Stats())
     providers: list[Provider] = [Kgen(dispatcher)]
-    peers, missing = providers_against(asked, row_major)
+    recipes = tuple(dict.fromkeys(problem.recipe for problem in problems))
+    peers, missing = providers_against(asked, row_major, recipes)
     for name, reason in missing.items():
         on_missing(name, reason)
     providers += [Kgen(dispatcher, row_major=True), *peers] if row_major else peers

@@ -44,7 +44,7 @@ from kgen.cache.records import (
 )
 from kgen.config import GemmConfig
 from kgen.errors import DatabaseError
-from kgen.problem import MAX_EXTENT, GemmProblem
+from kgen.problem import FLAGS, MAX_EXTENT, GemmProblem
 
 SCHEMA_VERSION: Final = 1
 #: From a version to the next one, in one transaction: {1: to_version_2, ...}.
@@ -55,7 +55,11 @@ metadata: Final = MetaData()
 
 def _columns_of(kind: type[GemmProblem] | type[GemmConfig]) -> list[Column[Any]]:
     """One column a field, of the same name: a new field is a new schema version."""
-    types = {"int": Integer, "str": String}
+    types: dict[str, Any] = {
+        "int": Integer(),
+        "str": String(),
+        "bool": Boolean(create_constraint=False),
+    }
     return [Column(f.name, types[str(f.type)], nullable=False) for f in fields(kind)]
 
 
@@ -92,9 +96,11 @@ _UNTIMED: Final = " AND ".join(
 def _problem_checks(name: str) -> list[CheckConstraint]:
     extents = " AND ".join(_between(c, 1, MAX_EXTENT) for c in ("m", "n", "k", "groups"))
     budget = _between("num_sms", 0, MAX_EXTENT)
+    flags = " AND ".join(f"{flag} IN (FALSE, TRUE)" for flag in FLAGS)
     device = f"length(device_name) > 0 AND {_between('device_num_sms', 1, MAX_EXTENT)}"
     return [
         CheckConstraint(f"{extents} AND {budget}", name=f"{name}_extents"),
+        CheckConstraint(flags, name=f"{name}_flags"),
         CheckConstraint(device, name=f"{name}_device"),
     ]
 

@@ -112,7 +112,8 @@ def choose(problem: GemmProblem, settings: Settings) -> Chosen:
 def _summary(chosen: Chosen, settings: Settings) -> str:
     from kgen.config import grid_size, resources
 
-    derived = resources(chosen.config, chosen.problem.d_dtype)
+    problem = chosen.problem
+    derived = resources(chosen.config, problem.d_dtype, problem.recipe, problem.bias)
     facts = {
         "problem": str(chosen.problem),
         "configuration": str(chosen.config),

@@ -21,12 +21,13 @@ _MAX_DIRECT_M: Final = 128
 
 
 def copy_reasons(x: Inputs, sizes: Sizes) -> dict[str, str]:
-    """Name of each matrix that must be copied, with the reason; scales are never among them."""
+    """Name of each tensor that must be copied, with the reason."""
     reasons = unfit_matrices(x)
     if sizes.k % 16:
         reasons |= dict.fromkeys("ab", f"K = {sizes.k}, not a multiple of 16")
     if sizes.n % 8:
-        reasons["out"] = f"N = {sizes.n}, not a multiple of 8"
+        padded = ["out", *["b_scales"] * (sizes.recipe == "row"), *["bias"] * sizes.bias]
+        reasons |= dict.fromkeys(padded, f"N = {sizes.n}, not a multiple of 8")
     return reasons
 
 
@@ -46,10 +47,11 @@ def run_with_copies(
         b = _aligned(x.b, k) if "b" in reasons else x.b
         turned = is_worth_turning(x.sfa)
         sfa = get_col_major_tma_aligned_tensor(x.sfa) if turned else x.sfa
-        out = x.out
-        if "out" in reasons:
-            out = x.out.new_empty(sizes.m, round_up(sizes.n, 8))
-        launch = kernel.prepare(a, sfa, b, x.sfb, out, num_sms)
+        n = round_up(sizes.n, 8)
+        sfb = _padded(x.sfb, n) if "b_scales" in reasons else x.sfb
+        bias = _padded(x.bias, n) if "bias" in reasons and x.bias is not None else x.bias
+        out = x.out.new_empty(sizes.m, n) if "out" in reasons else x.out
+        launch = kernel.prepare(a, sfa, b, sfb, out, bias, num_sms=num_sms)
         launch.run(current_stream(kernel.ordinal))
         if out is not x.out:
             x.out.copy_(out[:, : sizes.n])
@@ -62,10 +64,17 @@ def run_with_copies(
         stats.add_reason("copies", "a_scales: row-major")
 
 
+def _padded(values: torch.Tensor, rows: int) -> torch.Tensor:
+    """A contiguous copy with so many rows; those past the end are zero."""
+    copy = values.new_zeros(rows, *values.shape[1:])
+    copy[: values.shape[0]] = values
+    return copy
+
+
 def _aligned(matrix: torch.Tensor, k: int) -> torch.Tensor:
     """A row-major copy with k columns; those past the matrix are zero and add nothing."""
     copy = matrix.new_empty(matrix.shape[0], k)
     copy[:, : matrix.shape[1]].copy_(matrix)
-    # Zero bytes are zero in E4M3; torch fills no float8 tensor on some versions.
+    # Zero bytes are zero in FP8; torch fills no float8 tensor on some versions.
     copy[:, matrix.shape[1] :].view(torch.uint8).zero_()
     return copy

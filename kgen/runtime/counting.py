@@ -52,9 +52,9 @@ def counted(kernel: Kernel, problem: GemmProblem, guessed: bool) -> Kernel:
     return kernel if cell is None else CountedKernel(kernel, cell)
 
 
-def count_reference(sizes: Sizes, num_sms: int) -> None:
+def count_reference(sizes: Sizes, num_sms: int, batch_invariant: bool = False) -> None:
     """Count a call that the reference answers; no size is 0."""
     if RECORDER.is_on:
-        cell = RECORDER.cell(sizes.problem(num_sms), guessed=False)
+        cell = RECORDER.cell(sizes.problem(num_sms, batch_invariant), guessed=False)
         if cell is not None:
             cell[0] += 1

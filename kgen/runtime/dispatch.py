@@ -174,7 +174,7 @@ class Dispatcher:
             cubin.data,
             cubin.entry,
             config,
-            problem.d_dtype,
+            problem,
             self.ordinal,
             made_by=self._builder.compiler_id,
         )

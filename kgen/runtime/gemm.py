@@ -1,9 +1,9 @@
 """FP8 GEMM for PyTorch: the public operations, their helpers, and what they report.
 
-D[M, N] = A[M, K] · B[N, K]ᵀ with E4M3 operands and FP32 block scales, on the tensors' device and
-its current stream. On a Hopper GPU the best verified kernel answers; on a CPU or another GPU a
-reference in PyTorch does, so that the same code runs anywhere. Importing this module touches no
-GPU, reads no file and no environment variable.
+D[M, N] = A[M, K] · B[N, K]ᵀ (+ bias[N]) with FP8 operands and FP32 scales by block, row or tensor,
+on the tensors' device and its current stream. On a Hopper GPU the best verified kernel answers; on
+a CPU or another GPU a reference in PyTorch does, so that the same code runs anywhere. Importing
+this module touches no GPU, reads no file and no environment variable.
 Must not import search, verify, measure or optuna.
 """
 
@@ -21,19 +21,26 @@ from torch.compiler import is_dynamo_compiling
 
 from kgen.device import Device
 from kgen.errors import KgenError, UnsupportedInput, UsageError
-from kgen.quant import per_block_cast_to_fp8, per_token_cast_to_fp8
-from kgen.reference import D_DTYPE_NAMES, gemm_reference_into
+from kgen.problem import RECIPES
+from kgen.quant import (
+    E4M3,
+    per_block_cast_to_fp8,
+    per_row_cast_to_fp8,
+    per_tensor_cast_to_fp8,
+    per_token_cast_to_fp8,
+)
+from kgen.reference import D_DTYPE_NAMES, OPERAND_DTYPE_NAMES, gemm_reference_into
 from kgen.runtime import ops
 from kgen.runtime.copies import copy_reasons, is_worth_turning, run_with_copies
 from kgen.runtime.counting import count_reference
 from kgen.runtime.dispatch import Dispatcher, Plan, StoredBuilder, raise_if_final
 from kgen.runtime.guard import Same, count_write, layout_of, same_as
 from kgen.runtime.kernel import Launch, current_device, current_stream
-from kgen.runtime.operands import Inputs, Sizes, check, unpack
+from kgen.runtime.operands import Inputs, Sizes, as_matrices, check, unpack
 from kgen.runtime.ops import get_col_major_tma_aligned_tensor
 from kgen.runtime.record import RECORDER
 from kgen.runtime.stats import KgenWarning, Stats
-from kgen.settings import Settings
+from kgen.settings import Settings, batch_invariant_by_default
 
 __all__ = [
     "KgenWarning",
@@ -41,14 +48,18 @@ __all__ = [
     "gemm_fp8_nt",
     "get_col_major_tma_aligned_tensor",
     "get_num_sms",
+    "is_batch_invariant",
     "last_path",
     "missed_shapes",
     "mm_fp8_nt",
     "per_block_cast_to_fp8",
+    "per_row_cast_to_fp8",
+    "per_tensor_cast_to_fp8",
     "per_token_cast_to_fp8",
     "plan_for",
     "reload",
     "reset_stats",
+    "set_batch_invariant",
     "set_num_sms",
     "stats",
     "warm_up",
@@ -79,8 +90,13 @@ class _State(threading.local):
     path = ""
 
 
-class _Budget:
+class _Policy:
+    """What holds for every call of the process; `key` changes with any of it."""
+
     num_sms = 0
+    #: None until a call or `is_batch_invariant` asks: then KGEN_BATCH_INVARIANT is read.
+    batch_invariant: bool | None = None
+    key: tuple[int, bool | None] = (0, None)
 
 
 _state = _State()
@@ -93,14 +109,24 @@ def gemm_fp8_nt(
     lhs: tuple[torch.Tensor, torch.Tensor],
     rhs: tuple[torch.Tensor, torch.Tensor],
     out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    recipe: str | None = None,
+    fast_accum: bool = False,
 ) -> None:
-    """Write A · Bᵀ into `out`, for lhs = (a, a_scales) and rhs = (b, b_scales).
+    """Write A · Bᵀ (+ bias) into `out`, for lhs = (a, a_scales) and rhs = (b, b_scales).
 
-    a [M, K] and b [N, K]      E4M3, any row pitch; addresses and pitches that are not multiples
-                               of 16 bytes, and other strides, cost a copy
-    a_scales [M, ceil(K/128)]  FP32, one for each row and 128 columns, row-major or column-major
-    b_scales [ceil(N/128), ceil(K/128)]   FP32, one for each 128x128 block
+    a [M, K] and b [N, K]      E4M3 or E5M2 each, any row pitch; addresses and pitches that are not
+                               multiples of 16 bytes, and other strides, cost a copy
+    a_scales, b_scales         FP32. recipe "block": [M, ceil(K/128)], row-major or column-major,
+                               and [ceil(N/128), ceil(K/128)]; "row": [M] or [M, 1], and [N],
+                               [N, 1] or [1, N]; "tensor": one value each, on the tensors' device
     out [M, N]                 BF16, FP16 or FP32, any row pitch; not sharing memory with an input
+    bias [N]                   of out's type, added in FP32 before the result is rounded
+    recipe                     None: the one that the scales' shapes fit, in the order above; where
+                               several fit they mean the same numbers
+    fast_accum                 for "row" and "tensor": sum all of K inside the tensor cores, which
+                               keep 13 fraction bits; otherwise each 128 columns are added in FP32
 
     Runs on the current stream of the tensors' device and does not wait. Any M, N and K; M = 0
     launches nothing. Has no gradient. Under torch.compile, export and fx it is the operator
@@ -110,28 +136,37 @@ def gemm_fp8_nt(
     when an earlier fault has cost the process its GPU.
     """
     if is_dynamo_compiling():
-        ops.call_gemm(unpack(lhs, rhs, out))
+        ops.call_gemm(unpack(lhs, rhs, out, bias, recipe, fast_accum))
         return
     try:
         (a, sfa), (b, sfb) = lhs, rhs
         addresses = a.data_ptr(), sfa.data_ptr(), b.data_ptr(), sfb.data_ptr(), out.data_ptr()
-        key = addresses, out.shape, _Budget.num_sms
+        key: tuple[Any, ...] = addresses, out.shape, recipe, fast_accum, _Policy.key
+        if bias is not None:
+            key = *key, bias.data_ptr()
+        ready = _prepared.get(key)
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        _without_memory(unpack(lhs, rhs, out))
+        _without_memory(unpack(lhs, rhs, out, bias, recipe, fast_accum))
         return
-    ready = _prepared.get(key)
-    if ready is not None and ready.same(a, sfa, b, sfb, out):
+    same = ready is not None and (
+        ready.same(a, sfa, b, sfb, out) if bias is None else ready.same(a, sfa, b, sfb, out, bias)
+    )
+    if ready is not None and same:
         _run(ready, out)
     else:
-        _first_call(unpack(lhs, rhs, out), key, ready)
+        _first_call(unpack(lhs, rhs, out, bias, recipe, fast_accum), key, ready)
 
 
 def mm_fp8_nt(
     lhs: tuple[torch.Tensor, torch.Tensor],
     rhs: tuple[torch.Tensor, torch.Tensor],
     out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    bias: torch.Tensor | None = None,
+    recipe: str | None = None,
+    fast_accum: bool = False,
 ) -> torch.Tensor:
-    """`gemm_fp8_nt` into new memory: gives A · Bᵀ as a row-major [M, N] of `out_dtype`."""
+    """`gemm_fp8_nt` into new memory: gives A · Bᵀ (+ bias) as a row-major [M, N] of `out_dtype`."""
     _check_out_dtype(out_dtype)
     try:
         shape = (lhs[0].shape[0], rhs[0].shape[0])
@@ -139,7 +174,7 @@ def mm_fp8_nt(
     except (AttributeError, TypeError, IndexError):
         unpack(lhs, rhs, None)
         raise
-    gemm_fp8_nt(lhs, rhs, out)
+    gemm_fp8_nt(lhs, rhs, out, bias=bias, recipe=recipe, fast_accum=fast_accum)
     return out
 
 
@@ -169,12 +204,34 @@ def set_num_sms(num_sms: int) -> None:
     most = _device_sms() if initialized else 0
     if most and num_sms > most:
         raise UsageError(f"num_sms={num_sms}: the current device has {most}")
-    _Budget.num_sms = num_sms
+    _Policy.num_sms = num_sms
+    _Policy.key = num_sms, _Policy.batch_invariant
 
 
 def get_num_sms() -> int:
     """The budget set, or the current device's SM count; 0 where neither is known."""
-    return _Budget.num_sms or _device_sms()
+    return _Policy.num_sms or _device_sms()
+
+
+def set_batch_invariant(enabled: bool) -> None:
+    """From now on, whether the bits of a row of the result must not depend on how many rows M is.
+
+    One order of summing then serves every M of an N and K; the SM budget and the GPU do not change
+    it either. It is part of the problem: tune with batch_invariant=true in the shapes. Until this
+    is called KGEN_BATCH_INVARIANT says it. Where the reference answers nothing is promised.
+    Raises UsageError for anything but a bool.
+    """
+    if not isinstance(enabled, bool):
+        raise UsageError(f"batch_invariant={enabled!r}: expected True or False")
+    _Policy.batch_invariant = enabled
+    _Policy.key = _Policy.num_sms, enabled
+
+
+def is_batch_invariant() -> bool:
+    """What `set_batch_invariant` or KGEN_BATCH_INVARIANT says; raises UsageError for the latter."""
+    if _Policy.batch_invariant is None:
+        set_batch_invariant(batch_invariant_by_default())
+    return bool(_Policy.batch_invariant)
 
 
 def warm_up(
@@ -183,14 +240,15 @@ def warm_up(
     k: int,
     out_dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | int = "cuda",
+    **options: Any,
 ) -> None:
     """Build and load what `gemm_fp8_nt` needs for these sizes, before it is timed or captured.
 
-    Launches nothing. Does nothing where the reference would answer.
+    `options` as in `plan_for`. Launches nothing. Does nothing where the reference would answer.
     """
     _check_out_dtype(out_dtype)
     for rows in [m] if isinstance(m, int) else m:
-        plan_for(rows, n, k, out_dtype, device)
+        plan_for(rows, n, k, out_dtype, device, **options)
 
 
 # ------------------------------------------------------------------------------- reports
@@ -225,17 +283,43 @@ def plan_for(
     k: int,
     out_dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | int = "cuda",
+    *,
+    recipe: str = "block",
+    a_dtype: torch.dtype = E4M3,
+    b_dtype: torch.dtype = E4M3,
+    bias: bool = False,
+    fast_accum: bool = False,
 ) -> Plan | None:
     """How a call with these sizes is answered; None where the reference answers by design.
 
-    Builds and loads the kernel as the call would.
+    `recipe` is that of its scales, `a_dtype` and `b_dtype` are the types of its operands, `bias` is
+    whether it gives one. Builds and loads the kernel as the call would.
     """
     _check_out_dtype(out_dtype)
+    for name, dtype in (("a_dtype", a_dtype), ("b_dtype", b_dtype)):
+        if dtype not in OPERAND_DTYPE_NAMES:
+            raise UnsupportedInput(f"{name}={dtype}: expected float8_e4m3fn or float8_e5m2")
+    if recipe not in RECIPES or (fast_accum and recipe == "block"):
+        raise UnsupportedInput(
+            f"recipe={recipe!r} with fast_accum={fast_accum}: expected one of "
+            f"{', '.join(RECIPES)}, and fast_accum for row and tensor only"
+        )
     torch_device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     ordinal = _hopper_ordinal(torch_device)
     if ordinal is None or min(m, n, k) < 1:
         return None
-    return _plan(ordinal, Sizes(m, n, k, D_DTYPE_NAMES[out_dtype]))
+    sizes = Sizes(
+        m,
+        n,
+        k,
+        d_dtype=D_DTYPE_NAMES[out_dtype],
+        recipe=recipe,
+        a_dtype=OPERAND_DTYPE_NAMES[a_dtype],
+        b_dtype=OPERAND_DTYPE_NAMES[b_dtype],
+        bias=bias,
+        fast_accum=fast_accum,
+    )
+    return _plan(ordinal, sizes)
 
 
 def _check_out_dtype(out_dtype: torch.dtype) -> None:
@@ -281,6 +365,9 @@ def _first_call(x: Inputs, key: tuple[Any, ...], ready: _Ready | None) -> None:
     if ops.stand_for_others(x):
         ops.call_gemm(x)
         return
+    if _Policy.batch_invariant is None:  # the first call of all: its key says nothing yet
+        is_batch_invariant()
+        key = tuple(_Policy.key if part == (_Policy.num_sms, None) else part for part in key)
     ops.refuse_gradient("gemm_fp8_nt", tensors)
     if ready is not None and layout_of(tensors) == ready.layout:
         _remember(key, replace(ready, same=same_as(tensors)))
@@ -292,23 +379,24 @@ def _first_call(x: Inputs, key: tuple[Any, ...], ready: _Ready | None) -> None:
         return
     if sizes.k == 0:
         with torch.no_grad():
-            x.out.zero_()
+            x.out.zero_() if x.bias is None else x.out.copy_(x.bias.expand_as(x.out))
         _state.path = "empty"
         return
+    x = as_matrices(x, sizes.recipe)
     ordinal = _hopper_ordinal(x.a.device)
     plan = None if ordinal is None else _plan(ordinal, sizes)
     if ordinal is None or plan is None or plan.kernel is None:
-        count_reference(sizes, _Budget.num_sms)
-        _refer(x, plan.reason if plan else "")
+        count_reference(sizes, _Policy.num_sms, is_batch_invariant())
+        _refer(x, sizes, plan.reason if plan else "")
         return
+    num_sms = _budget(plan.kernel.device)
     reasons = copy_reasons(x, sizes)
     if reasons or is_worth_turning(x.sfa):
-        num_sms = _budget(plan.kernel.device)
         run_with_copies(x, sizes, reasons, plan.kernel, num_sms=num_sms, stats=_stats)
         count_write((x.out,))
         _state.path = "kernel with copies" if reasons else "kernel"
         return
-    launch = plan.kernel.prepare(x.a, x.sfa, x.b, x.sfb, x.out, _budget(plan.kernel.device))
+    launch = plan.kernel.prepare(*x.tensors(), num_sms=num_sms)
     _stats.add("prepared")
     ready = _Ready(same_as(tensors), layout_of(tensors), ordinal, launch)
     _remember(key, ready)
@@ -319,7 +407,7 @@ def _plan(ordinal: int, sizes: Sizes) -> Plan:
     dispatcher = _dispatchers.get(ordinal) or _make_dispatcher(ordinal)
     if isinstance(dispatcher, str):
         return Plan(None, None, dispatcher)
-    return dispatcher.plan(sizes.problem(_budget(dispatcher.device)))
+    return dispatcher.plan(sizes.problem(_budget(dispatcher.device), is_batch_invariant()))
 
 
 def _make_dispatcher(ordinal: int) -> Dispatcher | str:
@@ -337,7 +425,7 @@ def _make_dispatcher(ordinal: int) -> Dispatcher | str:
         return _dispatchers[ordinal]
 
 
-def _refer(x: Inputs, reason: str) -> None:
+def _refer(x: Inputs, sizes: Sizes, reason: str) -> None:
     """The reference answers: by design without a `reason`, else because no kernel could."""
     if reason:
         _stats.add_reason("fallbacks", reason)
@@ -346,12 +434,12 @@ def _refer(x: Inputs, reason: str) -> None:
             f"kgen answers with the slow reference on {x.a.device}, because {reason}",
         )
     with torch.no_grad():
-        gemm_reference_into(x.out, x.a, x.sfa, x.b, x.sfb)
+        gemm_reference_into(x.out, x.a, x.sfa, x.b, x.sfb, bias=x.bias, recipe=sizes.recipe)
     _state.path = "reference"
 
 
 def _budget(device: Device) -> int:
-    return _Budget.num_sms if _Budget.num_sms < device.num_sms else 0
+    return _Policy.num_sms if _Policy.num_sms < device.num_sms else 0
 
 
 def _remember(key: tuple[Any, ...], ready: _Ready) -> None:

@@ -17,8 +17,8 @@ import torch
 
 from kgen.config import GemmConfig, Resources, grid_size, resources
 from kgen.errors import DriverError, LaunchError, UnsupportedInput
-from kgen.problem import D_DTYPE_BYTES, SCALE_BLOCK, GemmProblem, ceil_div, round_up
-from kgen.reference import TORCH_D_DTYPES
+from kgen.problem import D_DTYPE_BYTES, GemmProblem, ceil_div, round_up, scale_shapes
+from kgen.reference import TORCH_D_DTYPES, TORCH_OPERAND_DTYPES
 from kgen.runtime import driver
 from kgen.runtime.driver import AlignedBuffer, LaunchConfig
 from kgen.runtime.tma import TensorMap
@@ -26,8 +26,8 @@ from kgen.runtime.tma import TensorMap
 ARGS_BYTES: Final = 640
 MAP_A, MAP_B, MAP_D, MAP_SFA, TAIL = 0, 128, 256, 384, 512
 #: sfa, sfb, sfa_stride_m, sfa_stride_k, sfb_stride_n, sfb_stride_k, m, n, k, sfa_direct, d,
-#: d_stride_m, a, b, a_stride_m, b_stride_n
-_TAIL: Final = struct.Struct("<2Q4q4IQq2Q2q")
+#: d_stride_m, a, b, a_stride_m, b_stride_n, bias
+_TAIL: Final = struct.Struct("<2Q4q4IQq2Q2qQ")
 #: Streams a launch remembers; programs use a few, and a forgotten one is only made again.
 _MAX_STREAMS: Final = 64
 #: Of cuLaunchKernelEx: configuration, function, parameter pointers, no extras.
@@ -60,17 +60,24 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Operands:
-    """The five matrices of one GEMM, of agreeing extents: a, sfa, b, sfb, d."""
+    """The five matrices of one GEMM, of agreeing extents: a, sfa, b, sfb, d; the bias's address.
+
+    `scales_by_k`: scales go with blocks of K columns, as those of recipe "block" do.
+    """
 
     a: Matrix
     sfa: Matrix
     b: Matrix
     sfb: Matrix
     d: Matrix
+    bias: int = 0
+    scales_by_k: bool = True
 
     @property
     def sfa_direct(self) -> bool:
         """Whether the kernel reads A's scales itself, because TMA can not take their layout."""
+        if not self.scales_by_k:
+            return True
         s = self.sfa
         contiguous = s.row_stride == 1 or s.rows == 1
         return not contiguous or s.address % 16 != 0 or self._sfa_pitch % 16 != 0
@@ -109,28 +116,42 @@ class Operands:
         sizes = (self.a.rows, self.d.cols, self.a.cols)
         d = (self.d.address, self.d.row_stride)
         a, b = self.a, self.b
-        operands = (a.address, b.address, a.row_stride, b.row_stride)
+        rest = (a.address, b.address, a.row_stride, b.row_stride, self.bias)
         direct = int(self.sfa_direct)
-        return _TAIL.pack(s.address, t.address, *strides, *sizes, direct, *d, *operands)
+        return _TAIL.pack(s.address, t.address, *strides, *sizes, direct, *d, *rest)
 
 
-def operands(tensors: tuple[torch.Tensor, ...], d_dtype: str) -> Operands:
+def operands(
+    tensors: tuple[torch.Tensor, ...], problem: GemmProblem, bias: torch.Tensor | None = None
+) -> Operands:
     """The matrices behind (a, sfa, b, sfb, d); raises UnsupportedInput naming what does not fit.
 
-    a [M, K] and b [N, K] E4M3, sfa [M, ceil(K/128)] and sfb [ceil(N/128), ceil(K/128)] FP32,
-    d of `d_dtype` [M, N rounded up to a multiple of 8]: rows of B that are not there read as zero.
+    a [M, K], b [N, K] and d [M, N8], N8 being N rounded up to a multiple of 8: rows of B that are
+    not there read as zero. sfa and sfb FP32 as `scale_shapes` says, for N8 under recipe "row";
+    bias [N8], contiguous, of d's type. All types, and whether there is a bias, as in `problem`,
+    of which nothing else is used.
     """
     a, sfa, b, sfb, d = tensors
-    o = Operands(*(Matrix.of(tensor) for tensor in tensors))
-    blocks = ceil_div(o.a.cols, SCALE_BLOCK)
-    e4m3, d_torch = torch.float8_e4m3fn, TORCH_D_DTYPES[d_dtype]
-    expected = (
-        ("a", a, e4m3, (o.a.rows, o.a.cols)),
-        ("sfa", sfa, torch.float32, (o.a.rows, blocks)),
-        ("b", b, e4m3, (o.b.rows, o.a.cols)),
-        ("sfb", sfb, torch.float32, (ceil_div(o.b.rows, SCALE_BLOCK), blocks)),
-        ("d", d, d_torch, (o.a.rows, round_up(o.b.rows, 8))),
-    )
+    recipe = problem.recipe
+    bias_at = bias.data_ptr() if bias is not None else 0
+    of_five = (Matrix.of(a), Matrix.of(sfa), Matrix.of(b), Matrix.of(sfb), Matrix.of(d))
+    o = Operands(*of_five, bias_at, recipe == "block")
+    n8, d_torch = round_up(o.b.rows, 8), TORCH_D_DTYPES[problem.d_dtype]
+    of_a, of_b = scale_shapes(recipe, o.a.rows, n8 if recipe == "row" else o.b.rows, o.a.cols)
+    expected: list[tuple[str, torch.Tensor, torch.dtype, tuple[int, ...]]] = [
+        ("a", a, TORCH_OPERAND_DTYPES[problem.a_dtype], (o.a.rows, o.a.cols)),
+        ("sfa", sfa, torch.float32, of_a),
+        ("b", b, TORCH_OPERAND_DTYPES[problem.b_dtype], (o.b.rows, o.a.cols)),
+        ("sfb", sfb, torch.float32, of_b),
+        ("d", d, d_torch, (o.a.rows, n8)),
+    ]
+    if (bias is not None) != problem.bias:
+        given = "none" if bias is None else f"{bias.dtype}{list(bias.shape)}"
+        raise UnsupportedInput(f"bias is {given}: the kernel is for bias={problem.bias}")
+    if bias is not None:
+        expected.append(("bias", bias, d_torch, (n8,)))
+        if bias.stride(0) != 1 or bias.data_ptr() % 4:
+            raise UnsupportedInput("bias is strided or not on 4 bytes: expected it contiguous")
     for name, tensor, dtype, shape in expected:
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             given = f"{tensor.dtype}{list(tensor.shape)}"
@@ -215,16 +236,16 @@ class Kernel:
         entry: str,
         config: GemmConfig,
         *,
-        d_dtype: str,
+        problem: GemmProblem,
         ordinal: int,
     ) -> None:
         """Wraps the (module, function) handles that `driver.load_function` gave; see `load`."""
         self._module, self.function = handles
         self.entry = entry
         self.config = config
-        self.d_dtype = d_dtype
+        self.problem = problem
         self.ordinal = ordinal
-        self.resources = resources(config, d_dtype)
+        self.resources = resources(config, problem.d_dtype, problem.recipe, problem.bias)
         self.device = driver.device_facts(ordinal)
         size = config.cluster_size
         if size > 1:
@@ -240,19 +261,21 @@ class Kernel:
         cubin: bytes,
         entry: str,
         config: GemmConfig,
-        d_dtype: str,
+        problem: GemmProblem,
         ordinal: int,
         made_by: str = "",
     ) -> Kernel:
         """Load a cubin on `cuda:ordinal`. `made_by` names the compiler in messages.
 
+        `problem` is one that the cubin serves; its sizes and SM budget are not used.
+
         Raises LaunchError when the driver refuses the image or its resources, DriverError with
         `fatal` when the context is lost.
         """
-        smem_bytes = resources(config, d_dtype).smem_bytes
+        smem_bytes = resources(config, problem.d_dtype, problem.recipe, problem.bias).smem_bytes
         try:
             handles = driver.load_function(cubin, entry, smem_bytes, ordinal)
-            return cls(handles, entry, config, d_dtype=d_dtype, ordinal=ordinal)
+            return cls(handles, entry, config, problem=problem, ordinal=ordinal)
         except DriverError as error:
             if error.fatal or error.code == 0:
                 raise
@@ -265,6 +288,8 @@ class Kernel:
         b: torch.Tensor,
         sfb: torch.Tensor,
         d: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
         num_sms: int = 0,
     ) -> Launch:
         """Pack the arguments for these tensors, on at most `num_sms` SMs (0: all).
@@ -273,13 +298,11 @@ class Kernel:
         Raises UnsupportedInput for tensors the kernel can not take as they are.
         """
         args = AlignedBuffer(ARGS_BYTES)
-        o = operands((a, sfa, b, sfb, d), self.d_dtype)
+        o = operands((a, sfa, b, sfb, d), self.problem, bias)
         if o.a.rows == 0:
             return Launch(self, args, 0)
-        problem = GemmProblem(
-            "dense", o.a.rows, o.d.cols, o.a.cols, d_dtype=self.d_dtype, num_sms=num_sms
-        )
-        o.pack_into(args, self.resources, self.d_dtype)
+        problem = replace(self.problem, m=o.a.rows, n=o.d.cols, k=o.a.cols, num_sms=num_sms)
+        o.pack_into(args, self.resources, self.problem.d_dtype)
         return Launch(self, args, grid_size(problem, self.config, self.device))
 
     def __call__(  # noqa: PLR0917, five tensors in the kernel's order
@@ -289,10 +312,12 @@ class Kernel:
         b: torch.Tensor,
         sfb: torch.Tensor,
         d: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
         num_sms: int = 0,
     ) -> None:
         """Prepare and run on the current stream of the kernel's device."""
-        launch = self.prepare(a, sfa, b, sfb, d, num_sms)
+        launch = self.prepare(a, sfa, b, sfb, d, bias, num_sms=num_sms)
         with torch.cuda.device(self.ordinal):
             launch.run(current_stream(self.ordinal))
 

@@ -1,13 +1,13 @@
 """What callers hand over: which tensors make one GEMM, which are refused, which must be copied.
 
-Takes the tensors of `gemm.gemm_fp8_nt`, gives their `Sizes` and the reasons why the kernel can not
-read some of them in place. Touches no data. Must not import cache, build or search.
+Takes the arguments of `gemm.gemm_fp8_nt`, gives their `Sizes` and the reasons why the kernel can
+not read some of them in place. Touches no data. Must not import cache, build or search.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,58 +15,89 @@ import torch
 from kgen.errors import UnsupportedInput
 from kgen.problem import (
     MAX_EXTENT,
+    RECIPES,
     SCALE_BLOCK,
     TMA_ALIGN_BYTES,
     GemmProblem,
     ceil_div,
     round_up,
+    scale_shapes,
 )
-from kgen.quant import E4M3
-from kgen.reference import D_DTYPE_NAMES
+from kgen.reference import D_DTYPE_NAMES, OPERAND_DTYPE_NAMES
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """M, N, K and the output type of one call."""
+    """M, N, K of one call, and the fields of its problem that its tensors decide."""
 
     m: int
     n: int
     k: int
     d_dtype: str
+    recipe: str = "block"
+    a_dtype: str = "e4m3"
+    b_dtype: str = "e4m3"
+    bias: bool = False
+    fast_accum: bool = False
 
-    def problem(self, num_sms: int) -> GemmProblem:
+    def problem(self, num_sms: int, batch_invariant: bool = False) -> GemmProblem:
         """The problem that a kernel solves for these sizes, N and K filled up to what it takes."""
-        n, k = round_up(self.n, 8), round_up(self.k, 16)
-        return GemmProblem("dense", self.m, n, k, d_dtype=self.d_dtype, num_sms=num_sms)
+        return GemmProblem(
+            "dense",
+            self.m,
+            round_up(self.n, 8),
+            round_up(self.k, 16),
+            recipe=self.recipe,
+            a_dtype=self.a_dtype,
+            b_dtype=self.b_dtype,
+            d_dtype=self.d_dtype,
+            bias=self.bias,
+            fast_accum=self.fast_accum,
+            batch_invariant=batch_invariant,
+            num_sms=num_sms,
+        )
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The five tensors of a call, in the order kernels take them."""
+    """The tensors of a call, in the order kernels take them, and its options."""
 
     a: torch.Tensor
     sfa: torch.Tensor
     b: torch.Tensor
     sfb: torch.Tensor
     out: torch.Tensor
+    bias: torch.Tensor | None = None
+    recipe: str | None = None
+    fast_accum: bool = False
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The callers' names and the tensors."""
-        names = ("a", "a_scales", "b", "b_scales", "out")
-        return zip(names, self.tensors(), strict=True)
+        names = ("a", "a_scales", "b", "b_scales", "out", "bias")
+        return zip(names, self.tensors(), strict=False)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors, in order."""
-        return self.a, self.sfa, self.b, self.sfb, self.out
+        """The tensors, in order; the bias last, if there is one."""
+        five = self.a, self.sfa, self.b, self.sfb, self.out
+        return five if self.bias is None else (*five, self.bias)
 
 
-def unpack(lhs: Any, rhs: Any, out: Any) -> Inputs:
-    """The tensors in (a, a_scales), (b, b_scales), out; UnsupportedInput for anything else."""
+def unpack(  # noqa: PLR0917, what a call gives, in that order
+    lhs: Any,
+    rhs: Any,
+    out: Any,
+    bias: Any = None,
+    recipe: str | None = None,
+    fast_accum: bool = False,
+) -> Inputs:
+    """The tensors in (a, a_scales), (b, b_scales), out, bias; else raises UnsupportedInput."""
     for name, pair in (("a", lhs), ("b", rhs)):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             given = _describe(pair) if isinstance(pair, torch.Tensor) else type(pair).__name__
             raise UnsupportedInput(f"expected the pair ({name}, {name}_scales), got {given}")
-    inputs = Inputs(lhs[0], lhs[1], rhs[0], rhs[1], out)
+    if recipe is not None and recipe not in RECIPES:
+        raise UnsupportedInput(f"recipe={recipe!r}: expected one of {', '.join(RECIPES)}")
+    inputs = Inputs(lhs[0], lhs[1], rhs[0], rhs[1], out, bias, recipe, bool(fast_accum))
     for name, tensor in inputs.named():
         if not isinstance(tensor, torch.Tensor):
             raise UnsupportedInput(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
@@ -83,7 +114,7 @@ def check(x: Inputs) -> Sizes:
         if tensor.layout != torch.strided or tensor.is_neg():
             kind = "a negated view" if tensor.is_neg() else str(tensor.layout)
             raise UnsupportedInput(f"{name} is {kind}: expected plain memory (torch.strided)")
-        if tensor.dim() != 2:
+        if tensor.dim() != 2 and name in ("a", "b", "out"):
             raise UnsupportedInput(f"{name} is {_describe(tensor)}: expected two dimensions")
     _check_dtypes(x)
     sizes = _check_shapes(x)
@@ -95,15 +126,30 @@ def check(x: Inputs) -> Sizes:
     return sizes
 
 
+def as_matrices(x: Inputs, recipe: str) -> Inputs:
+    """The same call with scales of two dimensions, as `scale_shapes` says; views, no copies."""
+    if recipe == "block":
+        return x
+    if recipe == "tensor":
+        return replace(x, sfa=x.sfa.view(1, 1), sfb=x.sfb.view(1, 1))
+    return replace(x, sfa=_as_column(x.sfa), sfb=_as_column(x.sfb))
+
+
+def _as_column(scales: torch.Tensor) -> torch.Tensor:
+    if scales.dim() == 1:
+        return scales.unsqueeze(1)
+    return scales if scales.shape[1] == 1 else scales.t()
+
+
 def unfit_matrices(x: Inputs) -> dict[str, str]:
-    """Name of each matrix that the kernel can not use in place, with the reason.
+    """Name of each matrix, or bias, that the kernel can not use in place, with the reason.
 
     Scales are never among them: the kernel reads those through their strides.
     """
-    found = {}
-    for name, tensor in x.named():
-        if not name.endswith("_scales") and (reason := _why_copy(tensor)):
-            found[name] = reason
+    matrices = (("a", x.a), ("b", x.b), ("out", x.out))
+    found = {name: reason for name, tensor in matrices if (reason := _why_copy(tensor))}
+    if x.bias is not None and (x.bias.stride(0) != 1 or x.bias.data_ptr() % 4):
+        found["bias"] = "elements apart, or an address that is not a multiple of 4 bytes"
     return found
 
 
@@ -115,18 +161,23 @@ def _describe(tensor: torch.Tensor) -> str:
 def _check_dtypes(x: Inputs) -> None:
     casts = (("a", x.a, "per_token_cast_to_fp8"), ("b", x.b, "per_block_cast_to_fp8"))
     for name, tensor, cast in casts:
-        if tensor.dtype != E4M3:
+        if tensor.dtype not in OPERAND_DTYPE_NAMES:
             hint = (
                 f"; ({name}, {name}_scales) = {cast}({name})"
                 if tensor.dtype in D_DTYPE_NAMES
                 else ""
             )
-            raise UnsupportedInput(f"{name} is {_describe(tensor)}: expected float8_e4m3fn{hint}")
+            raise UnsupportedInput(
+                f"{name} is {_describe(tensor)}: expected float8_e4m3fn or float8_e5m2{hint}"
+            )
     for name, tensor in (("a_scales", x.sfa), ("b_scales", x.sfb)):
         if tensor.dtype != torch.float32:
             raise UnsupportedInput(f"{name} is {_describe(tensor)}: expected float32")
     if x.out.dtype not in D_DTYPE_NAMES:
         raise UnsupportedInput(f"out is {_describe(x.out)}: expected bfloat16, float16 or float32")
+    if x.bias is not None and x.bias.dtype != x.out.dtype:
+        given, wanted = _describe(x.bias), str(x.out.dtype).removeprefix("torch.")
+        raise UnsupportedInput(f"bias is {given}: expected out's type, {wanted}")
 
 
 def _check_shapes(x: Inputs) -> Sizes:
@@ -143,10 +194,55 @@ def _check_shapes(x: Inputs) -> Sizes:
     if x.out.shape != (m, n):
         hint = "; it looks transposed: pass out[M, N]" if x.out.shape == (n, m) else ""
         raise UnsupportedInput(f"out is {_describe(x.out)}: expected [{m}, {n}]{hint}")
+    if x.bias is not None and x.bias.shape != (n,):
+        raise UnsupportedInput(f"bias is {_describe(x.bias)}: expected [{n}]")
+    return Sizes(
+        m,
+        n,
+        k,
+        d_dtype=D_DTYPE_NAMES[x.out.dtype],
+        recipe=_recipe_of(x, m, n, k),
+        a_dtype=OPERAND_DTYPE_NAMES[x.a.dtype],
+        b_dtype=OPERAND_DTYPE_NAMES[x.b.dtype],
+        bias=x.bias is not None,
+        fast_accum=x.fast_accum,
+    )
+
+
+def _recipe_of(x: Inputs, m: int, n: int, k: int) -> str:
+    """The recipe that the scales' shapes say. Where several fit they mean the same numbers."""
+    if x.fast_accum and x.recipe == "block":
+        raise UnsupportedInput(
+            "fast_accum=True with recipe='block': each 128 columns have scales of their own; "
+            "leave it out"
+        )
+    asked = RECIPES if x.recipe is None else (x.recipe,)
+    for recipe in asked:
+        if _fits(recipe, x, m, n, k) and not (x.fast_accum and recipe == "block"):
+            return recipe
+    if asked != RECIPES and x.recipe != "block":
+        of_a, of_b = ("[]", "[]") if x.recipe == "tensor" else (f"[{m}]", f"[{n}]")
+        raise UnsupportedInput(
+            f"a_scales is {_describe(x.sfa)} and b_scales is {_describe(x.sfb)}: expected {of_a} "
+            f"and {of_b} for recipe={x.recipe!r}"
+        )
+    if x.fast_accum:
+        raise UnsupportedInput(
+            f"a_scales is {_describe(x.sfa)} and b_scales is {_describe(x.sfb)}: fast_accum=True "
+            f"is for one scale a row, [{m}] and [{n}], or one scale each"
+        )
     blocks = ceil_div(k, SCALE_BLOCK)
     _check_scales("a", x.sfa, (m, blocks), (ceil_div(m, SCALE_BLOCK), blocks))
     _check_scales("b", x.sfb, (ceil_div(n, SCALE_BLOCK), blocks), (n, blocks))
-    return Sizes(m, n, k, D_DTYPE_NAMES[x.out.dtype])
+    raise AssertionError("one of the scales fits no recipe")
+
+
+def _fits(recipe: str, x: Inputs, m: int, n: int, k: int) -> bool:
+    if recipe == "block":
+        return (tuple(x.sfa.shape), tuple(x.sfb.shape)) == scale_shapes(recipe, m, n, k)
+    if recipe == "tensor":
+        return x.sfa.numel() == 1 == x.sfb.numel()
+    return tuple(x.sfa.shape) in ((m,), (m, 1)) and tuple(x.sfb.shape) in ((n,), (n, 1), (1, n))
 
 
 def _check_scales(
@@ -161,9 +257,11 @@ def _check_scales(
         hint = f"; they look transposed: pass {name}_scales.t(), which needs no copy"
     elif scales.shape == of_the_other_cast:
         hint = f"; they look like those of {other}: cast {name} with {right}"
+    rows = "M" if name == "a" else "N"
     raise UnsupportedInput(
         f"{name}_scales is {_describe(scales)}: expected {list(expected)}, row-major with strides "
-        f"({expected[1]}, 1) or column-major with strides (1, pitch >= {expected[0]}){hint}"
+        f"({expected[1]}, 1) or column-major with strides (1, pitch >= {expected[0]}){hint}; or "
+        f"both scales by rows ({name}_scales [{rows}]), or both single values"
     )
 
 
@@ -218,6 +316,8 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     (x0, x1), (y0, y1) = _span(x), _span(y)
     if x1 <= y0 or y1 <= x0:
         return False
+    if x.dim() != 2:
+        return True
     pitches = {t.stride(0) * t.element_size() for t in (x, y) if t.shape[0] > 1}
     if len(pitches) != 1 or any(t.stride(1) != 1 and t.shape[1] > 1 for t in (x, y)):
         return True

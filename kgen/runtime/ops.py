@@ -1,7 +1,7 @@
 """kgen's operations as PyTorch operators, `torch.ops.kgen.*`, for torch.compile, export and fx.
 
-    gemm_fp8_nt(a, a_scales, b, b_scales, Tensor(a!) out) -> ()
-    mm_fp8_nt(a, a_scales, b, b_scales, ScalarType out_dtype) -> Tensor
+    gemm_fp8_nt(a, a_scales, b, b_scales, Tensor(a!) out, *, bias, recipe, fast_accum) -> ()
+    mm_fp8_nt(a, a_scales, b, b_scales, out_dtype, *, bias, recipe, fast_accum) -> Tensor
     per_token_cast_to_fp8(x) -> (Tensor, Tensor)
     per_block_cast_to_fp8(x) -> (Tensor, Tensor)
     get_col_major_tma_aligned_tensor(x) -> Tensor, always a copy
@@ -22,17 +22,19 @@ from kgen import quant
 from kgen.errors import UnsupportedInput
 from kgen.problem import SCALE_BLOCK, ceil_div
 from kgen.quant import E4M3
-from kgen.reference import D_DTYPE_NAMES
+from kgen.reference import D_DTYPE_NAMES, OPERAND_DTYPE_NAMES
 from kgen.runtime.operands import Inputs
 
 Tensor = torch.Tensor
 Pair = tuple[Tensor, Tensor]
-Gemm = Callable[[Pair, Pair, Tensor], None]
+#: gemm((a, a_scales), (b, b_scales), out, bias=, recipe=, fast_accum=)
+Gemm = Callable[..., None]
 
 _OPERANDS: Final = "Tensor a, Tensor a_scales, Tensor b, Tensor b_scales"
+_OPTIONS: Final = "*, Tensor? bias=None, str? recipe=None, bool fast_accum=False"
 _SCHEMAS: Final = {
-    "gemm_fp8_nt": f"({_OPERANDS}, Tensor(a!) out) -> ()",
-    "mm_fp8_nt": f"({_OPERANDS}, ScalarType out_dtype) -> Tensor",
+    "gemm_fp8_nt": f"({_OPERANDS}, Tensor(a!) out, {_OPTIONS}) -> ()",
+    "mm_fp8_nt": f"({_OPERANDS}, ScalarType out_dtype, {_OPTIONS}) -> Tensor",
     "per_token_cast_to_fp8": "(Tensor x) -> (Tensor, Tensor)",
     "per_block_cast_to_fp8": "(Tensor x) -> (Tensor, Tensor)",
     "get_col_major_tma_aligned_tensor": "(Tensor x) -> Tensor",
@@ -42,13 +44,15 @@ _libraries: list[torch.library.Library] = globals().get("_libraries", [])
 
 
 def register(gemm: Gemm) -> None:
-    """Define the operators, once a process; `gemm((a, a_scales), (b, b_scales), out)` runs one."""
+    """Define the operators, once a process; `gemm` is what runs one."""
     if hasattr(torch.ops.kgen, "gemm_fp8_nt"):
         return
     library: Any = torch.library.Library("kgen", "FRAGMENT")  # type: ignore[no-untyped-call]
     _libraries.append(library)
     kernels: dict[str, Callable[..., Any]] = {
-        "gemm_fp8_nt": lambda a, sfa, b, sfb, out: gemm((a, sfa), (b, sfb), out),
+        "gemm_fp8_nt": lambda a, sfa, b, sfb, out, **options: gemm(
+            (a, sfa), (b, sfb), out, **options
+        ),
         "mm_fp8_nt": _allocating(gemm),
         "per_token_cast_to_fp8": quant.per_token_cast_to_fp8,
         "per_block_cast_to_fp8": quant.per_block_cast_to_fp8,
@@ -64,7 +68,8 @@ def register(gemm: Gemm) -> None:
 
 def call_gemm(x: Inputs) -> None:
     """The GEMM through its operator, for tensors that stand for others."""
-    torch.ops.kgen.gemm_fp8_nt(x.a, x.sfa, x.b, x.sfb, x.out)
+    options = {"bias": x.bias, "recipe": x.recipe, "fast_accum": x.fast_accum}
+    torch.ops.kgen.gemm_fp8_nt(x.a, x.sfa, x.b, x.sfb, x.out, **options)
 
 
 def stand_for_others(x: Inputs) -> bool:
@@ -101,9 +106,16 @@ def refuse_gradient(name: str, tensors: tuple[Any, ...]) -> None:
 
 
 def _allocating(gemm: Gemm) -> Callable[..., Tensor]:
-    def mm_fp8_nt(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, out_dtype: torch.dtype) -> Tensor:
+    def mm_fp8_nt(
+        a: Tensor,
+        sfa: Tensor,
+        b: Tensor,
+        sfb: Tensor,
+        out_dtype: torch.dtype,
+        **options: Any,
+    ) -> Tensor:
         out = a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
-        gemm((a, sfa), (b, sfb), out)
+        gemm((a, sfa), (b, sfb), out, **options)
         return out
 
     return mm_fp8_nt
@@ -114,10 +126,10 @@ def _without_gradient(name: str) -> Callable[..., Any]:
 
     full_name, operator = f"kgen::{name}", getattr(torch.ops.kgen, name).default
 
-    def below_autograd(*args: Any) -> Any:
-        refuse_gradient(full_name, args)
+    def below_autograd(*args: Any, **options: Any) -> Any:
+        refuse_gradient(full_name, (*args, options.get("bias")))
         with torch._C._AutoDispatchBelowAutograd():
-            return operator(*args)
+            return operator(*args, **options)
 
     return below_autograd
 
@@ -125,15 +137,19 @@ def _without_gradient(name: str) -> Callable[..., Any]:
 # ---------------------------------------------------------------------------- stand-ins
 
 
-def _fake_gemm(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, out: Tensor) -> None:
+def _fake_gemm(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, out: Tensor, **options: Any) -> None:
     _check_operands(a, sfa, b, sfb)
+    _check_bias(options.get("bias"), b, out.dtype)
     _check(out.dim() == 2 and out.dtype in D_DTYPE_NAMES, "out", out, "BF16, FP16 or FP32 [M, N]")
     fits = out.shape[0] == a.shape[0] and out.shape[1] == b.shape[0]
     _check(fits, "out", out, f"[{a.shape[0]}, {b.shape[0]}]")
 
 
-def _fake_mm(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _fake_mm(
+    a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, out_dtype: torch.dtype, **options: Any
+) -> Tensor:
     _check_operands(a, sfa, b, sfb)
+    _check_bias(options.get("bias"), b, out_dtype)
     if out_dtype not in D_DTYPE_NAMES:
         raise UnsupportedInput(f"out_dtype={out_dtype}: expected bfloat16, float16 or float32")
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
@@ -155,11 +171,18 @@ def _fake_per_block(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _check_operands(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor) -> None:
     for name, tensor in (("a", a), ("b", b)):
-        _check(tensor.dim() == 2 and tensor.dtype == E4M3, name, tensor, "float8_e4m3fn [rows, K]")
+        good = tensor.dim() == 2 and tensor.dtype in OPERAND_DTYPE_NAMES
+        _check(good, name, tensor, "float8_e4m3fn or float8_e5m2 [rows, K]")
     _check(b.shape[1] == a.shape[1], "b", b, f"[N, {a.shape[1]}], as a is {list(a.shape)}")
     for name, scales in (("a_scales", sfa), ("b_scales", sfb)):
-        good = scales.dim() == 2 and scales.dtype == torch.float32
-        _check(good, name, scales, "float32 with two dimensions")
+        good = scales.dim() <= 2 and scales.dtype == torch.float32
+        _check(good, name, scales, "float32 with two dimensions at most")
+
+
+def _check_bias(bias: Tensor | None, b: Tensor, dtype: torch.dtype) -> None:
+    if bias is not None:
+        good = bias.dim() == 1 and bias.dtype == dtype and bias.shape[0] == b.shape[0]
+        _check(good, "bias", bias, f"{dtype}[{b.shape[0]}]")
 
 
 def _check(good: Any, name: str, tensor: Tensor, expected: str) -> None:

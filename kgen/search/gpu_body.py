@@ -94,11 +94,10 @@ class GpuBody:
         assert self._output is not None, "a problem is open"
         problem = self._case.problem
         config, ordinal = cubin.config, self._ordinal
-        kernel = Kernel.load(cubin.data, cubin.entry, config, cubin.d_dtype, ordinal)
+        kernel = Kernel.load(cubin.data, cubin.entry, config, cubin.problem, ordinal)
 
         def launch(*tensors: torch.Tensor) -> None:
-            a, sfa, b, sfb, d = tensors
-            kernel.prepare(a, sfa, b, sfb, d, problem.num_sms).run(current_stream(ordinal))
+            kernel.prepare(*tensors, num_sms=problem.num_sms).run(current_stream(ordinal))
 
         try:
             with _explained(f"verification of {config} for {problem}"):
@@ -108,8 +107,8 @@ class GpuBody:
             self._check_seal(f"{config}, which is wrong ({error}),")
             raise
         self._check_seal(str(config))
-        inputs = self._case.inputs(problem.m)
-        ready = kernel.prepare(*inputs, self._output, problem.num_sms)
+        tensors = (*self._case.inputs(problem.m), self._output, *self._case.bias)
+        ready = kernel.prepare(*tensors, num_sms=problem.num_sms)
         self._contenders[cubin.key] = Contender(kernel, ready, verified)
         return verified.max_tile_error
 

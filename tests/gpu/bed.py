@@ -58,7 +58,7 @@ class Kernels:
         if key not in self._loaded:
             cubin = self._pool.submit(problem, config).result()
             ordinal = torch.cuda.current_device()
-            self._loaded[key] = Kernel.load(cubin.data, cubin.entry, config, cubin.d_dtype, ordinal)
+            self._loaded[key] = Kernel.load(cubin.data, cubin.entry, config, cubin.problem, ordinal)
         return self._loaded[key]
 
     def close(self) -> None:
@@ -71,13 +71,14 @@ class Batch:
     """Launches on slices of one case, each checked on the device; `failures` waits for it."""
 
     case: Case
+    limit: float = MAX_ERROR
     _found: list[torch.Tensor] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
 
     def run(self, name: str, launch: Launch, m: int, row_major: bool = False) -> None:
         """Launch on m rows, into poisoned memory with guards, and queue the checks."""
         d = self.case.output.poisoned(m)
-        launch(*self.case.inputs(m, row_major), d)
+        launch(*self.case.inputs(m, row_major), d, *self.case.bias)
         tiles, strips = self.case.errors(d)
         excess = self.case.output.num_changed() - d.numel()
         self._found.append(torch.stack([tiles.amax(), strips.amax(), excess.float()]))
@@ -91,7 +92,7 @@ class Batch:
             for name, (tile, strip, excess) in zip(
                 self._names, torch.stack(self._found).tolist(), strict=True
             )
-            if not (tile <= MAX_ERROR and strip <= MAX_ERROR and excess == 0)
+            if not (tile <= self.limit and strip <= self.limit and excess == 0)
         ]
 
 

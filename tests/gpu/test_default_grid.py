@@ -70,7 +70,7 @@ def test_sm_budget(num_sms: int, kernels: Kernels, device: Device) -> None:
         kernel = kernels.get(problem, config)
 
         def launch(*tensors: torch.Tensor, kernel: Callable[..., None] = kernel) -> None:
-            kernel(*tensors, num_sms)
+            kernel(*tensors, num_sms=num_sms)
 
         batch.run(f"{problem} [{config}]", launch, m)
     failures = batch.failures()

@@ -44,7 +44,7 @@ def test_built_once_then_found(nvrtc: Compiler, tmp_path: Path) -> None:
     assert again == replace(first, from_cache=True)
     assert first.key == key_of(PROBLEM, CONFIG, nvrtc)
     assert first.registers == 168
-    assert first.d_dtype == "bf16"
+    assert first.problem == PROBLEM
     assert Path(first.source_path).read_text(encoding="utf-8").startswith("// FP8")
     assert pickle.loads(pickle.dumps(first)) == first
 

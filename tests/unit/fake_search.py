@@ -213,7 +213,7 @@ class FakeBuilder:
             data=b"\x7fELF",
             entry="kgen_gemm",
             config=config,
-            d_dtype=problem.d_dtype,
+            problem=problem,
             registers=168,
             spill_bytes=0,
             from_cache=False,

@@ -29,9 +29,12 @@ def tensor_core(a: torch.Tensor, b: torch.Tensor, sums: torch.Tensor) -> torch.T
 
 @dataclass
 class Simulated:
-    """launch(a, sfa, b, sfb, d) with hooks where faults are put.
+    """launch(a, sfa, b, sfb, d) or launch(a, sfa, b, sfb, d, bias) with hooks where faults are put.
 
-    scale_a, scale_b    change the [m] or [n] scales of a K block: f(scales, block)
+    recipe, fast_accum  as in GemmProblem
+    scale_a, scale_b    change the [m] or [n] scales of a K block: f(scales, block); under another
+                        recipe than "block" those of the tile, block 0
+    biases              change the [n] bias: f(bias)
     k32                 whether to leave out a k32 step: f(block, step)
     promotes            what happens after a block: f(block) is add, keep (no promotion, go on
                         summing) or drop (the sum is lost)
@@ -46,14 +49,18 @@ class Simulated:
     store: Callable[[torch.Tensor, torch.Tensor], None] | None = None
     cut: bool = False
     launches: int = 0
+    recipe: str = "block"
+    fast_accum: bool = False
+    biases: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    def __call__(
+    def __call__(  # noqa: PLR0917, in the kernel's order
         self,
         a: torch.Tensor,
         sfa: torch.Tensor,
         b: torch.Tensor,
         sfb: torch.Tensor,
         d: torch.Tensor,
+        bias: torch.Tensor | None = None,
     ) -> None:
         self.launches += 1
         (m, k), n = a.shape, b.shape[0]
@@ -71,12 +78,18 @@ class Simulated:
                     partial = tensor_core(wide_a[:, part], wide_b[:, part], partial)
                 else:
                     partial = partial + wide_a[:, part] @ wide_b[:, part].T
-            action = self.promotes(block) if self.promotes else "add"
+            stays = self.fast_accum and 128 * (block + 1) < k
+            action = self.promotes(block) if self.promotes else "keep" if stays else "add"
             if action == "keep":  # the next block goes on summing into the same registers
                 continue
             if action == "add":
-                total += self._scaled(partial, sfa, sfb, block)
+                by_block = self.recipe == "block"
+                total += self._scaled(partial, sfa, sfb, block) if by_block else partial.float()
             partial = torch.zeros_like(partial)
+        if self.recipe != "block":
+            total = self._scaled(total, sfa.expand(m, 1), sfb.expand(n, 1), 0)
+        if bias is not None:
+            total += (self.biases(bias) if self.biases else bias).float()
         if self.store:
             self.store(d, total.to(d.dtype))
         else:
@@ -87,7 +100,9 @@ class Simulated:
     ) -> torch.Tensor:
         n = partial.shape[1]
         rows = sfa[:, block]
-        columns = sfb[:, block].repeat_interleave(128)[:n]
+        columns = sfb[:, block]
+        if self.recipe == "block":
+            columns = columns.repeat_interleave(128)[:n]
         if self.scale_a:
             rows = self.scale_a(rows, block)
         if self.scale_b:

@@ -175,7 +175,7 @@ def test_floor_and_peers_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
         "StoredBuilder": lambda settings: None,
         "default_compiler": lambda *rest: None,
         "driver_version": lambda: (13, 0),
-        "providers_against": lambda asked, row_major: (
+        "providers_against": lambda asked, row_major, recipes: (
             [Made("peer", 9.0)],
             {"gone": "no such folder"},
         ),
@@ -209,12 +209,12 @@ def test_kgen_is_timed_in_the_layout_asked_for(row_major: bool) -> None:
     """Verified all the same; what is prepared for timing has row-major scales or not."""
     prepared: list[torch.Tensor] = []
 
-    class Loaded(Simulated):
-        def prepare(self, *tensors: torch.Tensor) -> None:
+    class Loaded:
+        def prepare(self, *tensors: torch.Tensor, num_sms: int) -> None:
             prepared.append(tensors[1])
 
-        def __call__(self, *tensors: torch.Tensor) -> None:
-            super().__call__(*tensors[:5])
+        def __call__(self, *tensors: torch.Tensor, num_sms: int) -> None:
+            Simulated()(*tensors)
 
     class Dispatched:
         ordinal = 0

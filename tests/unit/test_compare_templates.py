@@ -20,7 +20,7 @@ TEMPLATES = Path(compare_templates.__file__).parent.parent / "kgen" / "templates
 
 
 def cubin(key: str) -> Cubin:
-    return Cubin(key, b"", "kgen_gemm", GemmConfig(), "bf16", 168, 0, False, "", "")
+    return Cubin(key, b"", "kgen_gemm", GemmConfig(), PROBLEM, 168, 0, False, "", "")
 
 
 def measured(median_us: float) -> Measured:

@@ -58,9 +58,9 @@ def test_wgmma_names_each_accumulator_register_once(block_n: int) -> None:
 
 
 def test_shared_memory_of_the_source_is_that_of_the_host() -> None:
-    for config, d_dtype in CASES.values():
-        text = render(replace(PROBLEM, d_dtype=d_dtype), config).text
-        assert f"== {resources(config, d_dtype).smem_bytes}, " in text
+    for config, p in CASES.values():
+        text = render(p, config).text
+        assert f"== {resources(config, p.d_dtype, p.recipe, p.bias).smem_bytes}, " in text
 
 
 def test_a_name_that_a_template_lacks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

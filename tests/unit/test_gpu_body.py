@@ -36,7 +36,7 @@ class FakeKernel:
     def load(cls, data: bytes, *_: Any) -> FakeKernel:
         return cls(float(data))
 
-    def prepare(self, *tensors: Any) -> FakeLaunch:
+    def prepare(self, *tensors: Any, num_sms: int = 0) -> FakeLaunch:
         return FakeLaunch(self, tensors)
 
     def unload(self) -> None:
@@ -48,7 +48,7 @@ class FakeLaunch:
         self.kernel, self.tensors = kernel, tensors
 
     def run(self, stream: int) -> None:
-        a, sfa, b, sfb, d, _ = self.tensors
+        a, sfa, b, sfb, d = self.tensors
         d.copy_(gemm_reference(a, sfa, b, sfb, d.dtype) + self.kernel.offset)
 
 
@@ -91,7 +91,7 @@ def body(monkeypatch: pytest.MonkeyPatch, timer: Timer) -> GpuBody:
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(gpu_body, "Kernel", FakeKernel)
     monkeypatch.setattr(gpu_body, "current_stream", lambda ordinal: 0)
-    growth = GrowthCase(8, 16, 1024, torch.bfloat16, torch.device("cpu"))
+    growth = GrowthCase(GemmProblem("dense", 8, 16, 1024), torch.device("cpu"))
     monkeypatch.setattr(gpu_body, "shared_growths", lambda case: [growth])
     made = GpuBody(0, H200)
     made._torch_device = torch.device("cpu")
@@ -103,7 +103,7 @@ def cubin(offset: float = 0.0, key: str = "k") -> Cubin:
     data = str(offset).encode()
     # With N and K baked in the growth check stays at the problem's own K, which is quick here.
     config = GemmConfig(baked_dims="nk")
-    return Cubin(key, data, "kgen_gemm", config, "bf16", 168, 0, False, "", "")
+    return Cubin(key, data, "kgen_gemm", config, PROBLEM, 168, 0, False, "", "")
 
 
 def test_a_right_kernel_is_verified_and_then_timed(body: GpuBody, timer: Timer) -> None:
@@ -142,7 +142,7 @@ def test_a_kernel_that_writes_outside_its_output_is_a_fault(
 
         runs = 0
 
-    monkeypatch.setattr(FakeKernel, "prepare", lambda kernel, *tensors: Stray(kernel, tensors))
+    monkeypatch.setattr(FakeKernel, "prepare", lambda k, *tensors, num_sms: Stray(k, tensors))
     with pytest.raises(DriverError, match="wrote outside its output") as fault:
         body.verify(cubin(offset=1.0 if is_wrong else 0.0))
     assert fault.value.fatal

@@ -14,14 +14,15 @@ import torch
 
 from kgen.config import GemmConfig, resources
 from kgen.errors import DriverError, LaunchError, UnsupportedInput
-from kgen.problem import ceil_div
+from kgen.problem import GemmProblem, ceil_div
 from kgen.runtime import driver
 from kgen.runtime.kernel import ARGS_BYTES, Kernel
 from tests.unit.fake_driver import FakeDriver
 from tests.unit.test_tma import forget
 
 CONFIG = GemmConfig(block_m=128, block_n=112, num_stages=4)
-TAIL = struct.Struct("<QQqqqqIIIIQqQQqq16x")
+TAIL = struct.Struct("<QQqqqqIIIIQqQQqqQ8x")
+PROBLEM = GemmProblem("dense", 1, 8, 16)
 
 
 @pytest.fixture
@@ -51,13 +52,14 @@ def tensors(m: int, n: int, k: int, d_dtype: torch.dtype = torch.bfloat16) -> di
 
 
 def load(config: GemmConfig = CONFIG, d_dtype: str = "bf16") -> Kernel:
-    return Kernel.load(b"cubin", "kgen_gemm", config, d_dtype, 0)
+    problem = GemmProblem("dense", 1, 8, 16, d_dtype=d_dtype)
+    return Kernel.load(b"cubin", "kgen_gemm", config, problem, 0)
 
 
 def tail(args: bytes) -> SimpleNamespace:
     names = [
         *("sfa", "sfb", "sfa_m", "sfa_k", "sfb_n", "sfb_k", "m", "n", "k", "direct"),
-        *("d", "d_m", "a", "b", "a_m", "b_n"),
+        *("d", "d_m", "a", "b", "a_m", "b_n", "bias"),
     ]
     return SimpleNamespace(**dict(zip(names, TAIL.unpack_from(args, 512), strict=True)))
 
@@ -90,7 +92,7 @@ def test_args_hold_what_the_kernel_reads(fake: FakeDriver) -> None:
     assert (f.m, f.n, f.k, f.direct) == (130, 2112, 7168, 0)
     assert (f.d, f.d_m) == (t["d"].data_ptr(), 2112)
     assert (f.a, f.b) == (t["a"].data_ptr(), t["b"].data_ptr())
-    assert (f.a_m, f.b_n) == (7168, 7168)
+    assert (f.a_m, f.b_n, f.bias) == (7168, 7168, 0)
     assert launch.args[624:] == b"\0" * 16
 
 
@@ -208,7 +210,7 @@ def test_shared_memory_is_asked_for_at_load(fake: FakeDriver) -> None:
 def test_a_driver_too_old_for_the_cubin_gives_both_versions(fake: FakeDriver) -> None:
     fake.load_result, fake.version = 222, 12020
     with pytest.raises(LaunchError, match=r"made by nvrtc 13\.5.*CUDA 12\.2: update the driver"):
-        Kernel.load(b"cubin", "kgen_gemm", CONFIG, "bf16", 0, made_by="nvrtc 13.5")
+        Kernel.load(b"cubin", "kgen_gemm", CONFIG, PROBLEM, 0, made_by="nvrtc 13.5")
     assert fake.current == []
 
 

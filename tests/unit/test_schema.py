@@ -7,7 +7,7 @@ import shutil
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,7 @@ MakeTrial = Callable[..., TrialRecord]
 #: A row that is right, as raw SQL sees it.
 ROW: dict[str, Any] = {
     "date": "2026-12-01T00:00:00+00:00",
-    "kind": "dense",
-    "m": 64,
-    "n": 2112,
-    "k": 7168,
-    "groups": 1,
-    "d_dtype": "bf16",
-    "num_sms": 0,
+    **asdict(GemmProblem("dense", 64, 2112, 7168)),
     "device_name": "NVIDIA H200",
     "device_num_sms": 132,
     **GemmConfig().to_dict(),

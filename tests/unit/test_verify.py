@@ -283,7 +283,7 @@ def test_exact_rows_end_in_the_same_partial_tile() -> None:
 def test_growth_catches_a_kernel_that_never_promotes() -> None:
     """Sums kept in the tensor core lose bits as K grows; equal scales hide it from the rest."""
     kernel = Simulated(cut=True, promotes=lambda b: "add" if b == 31 else "keep")
-    growth = GrowthCase(16, 16, 4096, torch.bfloat16, CPU)
+    growth = GrowthCase(GemmProblem("dense", 16, 16, 4096), CPU)
     base, full = growth.errors(kernel).tolist()
     assert full > MAX_GROWTH * base
     right = growth.errors(Simulated(cut=True)).tolist()

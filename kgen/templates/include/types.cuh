@@ -10,7 +10,8 @@ struct alignas(64) TensorMap {
 };
 
 // Everything a launch hands over, in one block of parameters. `sfa_direct` = 1: the scales of A are
-// read through their strides; 0: by TMA through map_sfa. Strides count elements.
+// read through their strides; 0: by TMA through map_sfa. Strides count elements. `bias` is contiguous,
+// of D's type; null where the problem has none.
 struct alignas(64) GemmArgs {
     TensorMap map_a, map_b, map_d, map_sfa;
     const float* sfa;
@@ -24,5 +25,6 @@ struct alignas(64) GemmArgs {
     const unsigned char* a;
     const unsigned char* b;
     i64 a_stride_m, b_stride_n;
+    const void* bias;
 };
 static_assert(sizeof(GemmArgs) == 640, "the host packs 640 bytes");

@@ -13,7 +13,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 97ef39d2faf64e0efc4142bee2c9c8ea20c25d7a10e9bd65d2a256868b0c446b
+// Body SHA-256: fe9ae3f192f0d554a2f8036fbc9955b55cefbe35a93a0871f73fa071a464ceff
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -27,7 +27,8 @@ struct alignas(64) TensorMap {
 };
 
 // Everything a launch hands over, in one block of parameters. `sfa_direct` = 1: the scales of A are
-// read through their strides; 0: by TMA through map_sfa. Strides count elements.
+// read through their strides; 0: by TMA through map_sfa. Strides count elements. `bias` is contiguous,
+// of D's type; null where the problem has none.
 struct alignas(64) GemmArgs {
     TensorMap map_a, map_b, map_d, map_sfa;
     const float* sfa;
@@ -41,6 +42,7 @@ struct alignas(64) GemmArgs {
     const unsigned char* a;
     const unsigned char* b;
     i64 a_stride_m, b_stride_n;
+    const void* bias;
 };
 static_assert(sizeof(GemmArgs) == 640, "the host packs 640 bytes");
 

@@ -13,7 +13,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 83c72072b1a50c6d287e2c83acd35089755f23da5b6ecc25b7f2317f0c2f3e8d
+// Body SHA-256: 12831d867e2f35b7468d1ccb1226e6191d160e6d626f4fe51281b895a28c8d52
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -27,7 +27,8 @@ struct alignas(64) TensorMap {
 };
 
 // Everything a launch hands over, in one block of parameters. `sfa_direct` = 1: the scales of A are
-// read through their strides; 0: by TMA through map_sfa. Strides count elements.
+// read through their strides; 0: by TMA through map_sfa. Strides count elements. `bias` is contiguous,
+// of D's type; null where the problem has none.
 struct alignas(64) GemmArgs {
     TensorMap map_a, map_b, map_d, map_sfa;
     const float* sfa;
@@ -41,6 +42,7 @@ struct alignas(64) GemmArgs {
     const unsigned char* a;
     const unsigned char* b;
     i64 a_stride_m, b_stride_n;
+    const void* bias;
 };
 static_assert(sizeof(GemmArgs) == 640, "the host packs 640 bytes");
 

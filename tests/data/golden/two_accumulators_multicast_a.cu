@@ -13,7 +13,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: c8b5fc2ae4593ed4616c1815635ad190d9596526ba18be957ad5a51ecc4af796
+// Body SHA-256: c1b9a458d3be773e4ec6e34f8ec1c8e1d8dc6c8682ee87341afe960717d9bc6d
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -27,7 +27,8 @@ struct alignas(64) TensorMap {
 };
 
 // Everything a launch hands over, in one block of parameters. `sfa_direct` = 1: the scales of A are
-// read through their strides; 0: by TMA through map_sfa. Strides count elements.
+// read through their strides; 0: by TMA through map_sfa. Strides count elements. `bias` is contiguous,
+// of D's type; null where the problem has none.
 struct alignas(64) GemmArgs {
     TensorMap map_a, map_b, map_d, map_sfa;
     const float* sfa;
@@ -41,6 +42,7 @@ struct alignas(64) GemmArgs {
     const unsigned char* a;
     const unsigned char* b;
     i64 a_stride_m, b_stride_n;
+    const void* bias;
 };
 static_assert(sizeof(GemmArgs) == 640, "the host packs 640 bytes");
 
