@@ -103,7 +103,7 @@ def num_points(sass_passes: tuple[str, ...] = ("none",)) -> int:
 
 
 def leading_configs(problem: GemmProblem, device: Device) -> list[list[GemmConfig]]:
-    """For each valid tile, depth of its ring and eviction of B its orders over the grid, nothing baked.
+    """For each valid tile, depth of its ring and eviction of B, its orders over the grid.
 
     Enough to name a default: the rest of `valid_configs` are twins of these.
     """
