@@ -306,7 +306,7 @@ def _why_not_grouped(p: GemmProblem, c: GemmConfig) -> Invalid | None:
     if p.kind == "contiguous" and GROUP_ALIGNMENT % c.block_m:
         return Invalid(
             "group_alignment",
-            f"block_m={c.block_m}: a tile must not cross the {GROUP_ALIGNMENT} rows groups start on",
+            f"block_m={c.block_m}: a tile must not cross groups, which start on {GROUP_ALIGNMENT}",
         )
     return None
 

@@ -92,7 +92,9 @@ class GroupedRun:
 class GroupedCase:
     """Inputs and references of one problem, made once, used for every candidate.
 
-    `full` has every group full: what is timed. Rows that do not count hold NaN, scales included.
+    `full` has every group full: what is timed, told by indices where they can tell it, which is
+    what others take; `by_offset` the same by offsets. Rows that do not count hold NaN in A and in
+    its scales.
     """
 
     def __init__(
@@ -107,10 +109,11 @@ class GroupedCase:
         blocks = ceil_div(p.n, SCALE_BLOCK)
         sfb = random_scales(p.groups * blocks, kb, 1.0, self._generator)
         self.sfb = sfb.view(p.groups, blocks, kb)
-        self.full = self._run(self.grouping("full", [p.m] * p.groups, p.m, 0))
+        self.by_offset = self._run(self.grouping("full", [p.m] * p.groups, p.m, 0))
+        self.full = self._aligned(self.by_offset)
         uneven = [UNEVEN[i % len(UNEVEN)] for i in range(p.groups)] if p.groups > 1 else [65]
         alone = [0] * (p.groups - 1) + [ALONE]
-        self.runs = [self.full]
+        self.runs = [self.by_offset, *([self.full] if self.full is not self.by_offset else [])]
         for name, sizes in (("uneven", uneven), ("one alone", alone), ("empty", [0] * p.groups)):
             self.runs.append(self._run(self.grouping(name, sizes, max(sizes), _ROWS_BEHIND)))
             if p.kind == "contiguous":
@@ -136,7 +139,12 @@ class GroupedCase:
     def poisoned(self, grouping: Grouping) -> torch.Tensor:
         """D of a grouping with NaN in and around it."""
         d = self.output.poisoned(grouping.num_rows)
-        return d.unflatten(0, grouping.shape) if len(grouping.shape) > 1 else d
+        return _unflat(d, grouping.shape)
+
+    def empty(self, run: GroupedRun) -> torch.Tensor:
+        """A D of a run without guards."""
+        shape = (*run.grouping.shape, self.problem.n)
+        return torch.empty(shape, dtype=self.d_dtype, device=self.device)
 
     def inputs(self, run: GroupedRun, row_major: bool = False) -> tuple[torch.Tensor, ...]:
         """a, sfa, b, sfb of a run; sfa row-major where asked."""
@@ -147,6 +155,16 @@ class GroupedCase:
         yield from (self.b, self.sfb, self.exact.b, self.exact.sfb)
         for run in self.runs:
             yield from (run.a, run.sfa, run.reference, run.grouping.layout)
+
+    def _aligned(self, run: GroupedRun) -> GroupedRun:
+        """The same told by indices, where groups start on multiples of 128 rows."""
+        p = self.problem
+        if p.kind != "contiguous" or p.m % GROUP_ALIGNMENT:
+            return run
+        groups = torch.arange(p.groups, dtype=torch.int32, device=self.device)
+        layout = groups.repeat_interleave(p.m)
+        own = replace(run.grouping, name="full, m_indices", layout=layout, by_index=True)
+        return replace(run, grouping=own)
 
     def _run(self, grouping: Grouping) -> GroupedRun:
         p, rows = self.problem, grouping.num_rows
@@ -243,5 +261,11 @@ def _shaped(run: GroupedRun) -> GroupedRun:
     a, sfa = run.a, run.sfa
     if len(shape) == 1:
         return replace(run, sfa=column_major(sfa))
-    sfa = get_col_major_tma_aligned_tensor(sfa.unflatten(0, shape))
-    return replace(run, a=a.unflatten(0, shape), sfa=sfa)
+    sfa = get_col_major_tma_aligned_tensor(_unflat(sfa, shape))
+    return replace(run, a=_unflat(a, shape), sfa=sfa)
+
+
+def _unflat(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Rows of x, which may have a pitch, in the shape of a grouping."""
+    outer = [x.stride(0) * torch.Size(shape[i + 1 :]).numel() for i in range(len(shape))]
+    return x.as_strided((*shape, x.shape[1]), (*outer, 1))

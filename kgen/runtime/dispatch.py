@@ -194,15 +194,15 @@ class Dispatcher:
         if is_capturing(self.ordinal):
             raise Capturing(
                 f"[{problem}] has no loaded kernel yet, and a CUDA graph is being captured, which "
-                f"forbids loading one: before the capture, run the same call once{_or_warm(problem)}"
+                f"forbids loading one: before the capture, {_how_to_warm(problem)}"
             )
 
 
-def _or_warm(problem: GemmProblem) -> str:
+def _how_to_warm(problem: GemmProblem) -> str:
     if problem.is_grouped:
-        return ""
+        return "run the same call once"
     sizes = f"m={problem.m}, n={problem.n}, k={problem.k}"
-    return f", or kgen.runtime.gemm.warm_up({sizes}, ...)"
+    return f"run the same call once, or kgen.runtime.gemm.warm_up({sizes}, ...)"
 
 
 class Capturing(LaunchError):

@@ -428,7 +428,7 @@ os.register_at_fork(after_in_child=_after_fork)
 ops.register(gemm_fp8_nt)
 grouped.attach(
     grouped.Host(
-        hopper_ordinal=lambda device: _hopper_ordinal(device),
+        hopper_ordinal=lambda device: _hopper_ordinal(device),  # noqa: PLW0108, tests replace it
         plan=_plan_of,
         budget=lambda: _Budget.num_sms,
         ready=_ready,

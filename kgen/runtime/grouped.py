@@ -186,9 +186,7 @@ def _check_bf16(name: str, out: Any) -> None:
 # ------------------------------------------------------------------------------ the path
 
 
-def _call(
-    lhs: Any, rhs: Any, out: Any, layout: tuple[str, Any], expected_m: Any
-) -> None:
+def _call(lhs: Any, rhs: Any, out: Any, layout: tuple[str, Any], expected_m: Any) -> None:
     if is_dynamo_compiling():
         grouped_ops.call(unpack(lhs, rhs, out, layout, expected_m))
         return

@@ -37,9 +37,7 @@ _TAIL: Final = struct.Struct("<2Q4q4IQq")
 #: layout, sfa_stride_g, sfb_stride_g, d_stride_g, groups, by_index
 _GROUPED_TAIL: Final = struct.Struct("<Q3q2I")
 #: a, sfa, b, sfb, d, and what tells the groups.
-Tensors = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class GroupedKernel(Kernel):

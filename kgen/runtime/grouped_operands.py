@@ -67,22 +67,21 @@ class GroupedInputs:
     def problem(self, num_sms: int) -> GemmProblem:
         """The problem that a kernel solves for this call; no extent is 0."""
         (groups, n, k), rows = self.b.shape, self.a.shape[-2]
-        if self.is_masked:
-            m = min(max(self.expected_m, 1), rows)
-        else:
-            m = ceil_div(rows, groups)
+        m = min(max(self.expected_m, 1), rows) if self.is_masked else ceil_div(rows, groups)
         kind = "masked" if self.is_masked else "contiguous"
         d_dtype = D_DTYPE_NAMES[self.out.dtype]
         return GemmProblem(kind, m, n, k, groups, d_dtype, num_sms)
 
 
-def unpack(lhs: Any, rhs: Any, out: Any, layout: tuple[str, Any], expected_m: Any = 0) -> Any:
+def unpack(
+    lhs: Any, rhs: Any, out: Any, layout: tuple[str, Any], expected_m: Any = 0
+) -> GroupedInputs:
     """GroupedInputs of (a, a_scales), (b, b_scales), out; UnsupportedInput for anything else."""
     for name, pair in (("a", lhs), ("b", rhs)):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             given = _describe(pair) if isinstance(pair, torch.Tensor) else type(pair).__name__
             raise UnsupportedInput(f"expected the pair ({name}, {name}_scales), got {given}")
-    x = GroupedInputs(*lhs, *rhs, out, layout[1], layout[0], expected_m)
+    x = GroupedInputs(lhs[0], lhs[1], rhs[0], rhs[1], out, layout[1], layout[0], expected_m)
     for name, tensor in x.named():
         if not isinstance(tensor, torch.Tensor):
             raise UnsupportedInput(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")

@@ -50,7 +50,7 @@ def register(contiguous: Callable[..., None], masked: Callable[..., None]) -> No
             (a, sfa), (b, sfb), out, counts, expected_m
         ),
     }
-    fakes = {_CONTIGUOUS: _fake_contiguous, _MASKED: _fake_masked}
+    fakes: dict[str, Callable[..., Any]] = {_CONTIGUOUS: _fake_contiguous, _MASKED: _fake_masked}
     for name, schema in _SCHEMAS.items():
         library.define(name + schema)
         for key in ("CPU", "CUDA"):

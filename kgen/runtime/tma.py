@@ -64,8 +64,7 @@ class TensorMap:
         pitch = self.group_pitch_bytes
         if self.groups and (pitch % TMA_ALIGN_BYTES or not 0 < pitch < _MAX_PITCH_BYTES):
             return (
-                f"group pitch of {pitch} bytes: "
-                f"expected a multiple of {TMA_ALIGN_BYTES} below 2^40"
+                f"group pitch of {pitch} bytes: expected a multiple of {TMA_ALIGN_BYTES} below 2^40"
             )
         if not all(1 <= extent <= MAX_EXTENT for extent in (*self.dims, self.groups or 1)):
             return f"extents {self.dims}: expected 1 to {MAX_EXTENT}"

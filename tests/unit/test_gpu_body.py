@@ -29,12 +29,12 @@ class FakeKernel:
 
     unloaded = 0
 
-    def __init__(self, offset: float) -> None:
-        self.offset = offset
+    def __init__(self, offset: float, config: GemmConfig) -> None:
+        self.offset, self.config = offset, config
 
     @classmethod
-    def load(cls, data: bytes, *_: Any) -> FakeKernel:
-        return cls(float(data))
+    def load(cls, data: bytes, entry: str, config: GemmConfig, *_: Any) -> FakeKernel:
+        return cls(float(data), config)
 
     def prepare(self, *tensors: Any) -> FakeLaunch:
         return FakeLaunch(self, tensors)
