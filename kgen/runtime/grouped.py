@@ -227,7 +227,7 @@ def _first_call(x: GroupedInputs, key: tuple[Any, ...], ready: Any) -> None:
     ordinal = host.hopper_ordinal(x.a.device)
     if _wants_checks() and not (ordinal is not None and is_capturing(ordinal)):
         check_layout(x)
-    if x.out.numel() == 0:
+    if x.out.numel() == 0 or not x.b.shape[0]:
         host.set_path("empty")
         return
     plan, num_sms = (None, 0)
