@@ -159,7 +159,7 @@ def work_of(p: GemmProblem, c: GemmConfig, device: Device) -> Work:
         min_bytes=p.min_bytes,
         again_bytes=again_bytes,
         evict_first=float(c.b_eviction == "evict_first"),
-        b_again_bytes=(m_clusters - 1) * p.n * p.k,
+        b_again_bytes=(m_clusters - p.groups) * p.n * p.k,
         reuse_bytes=reuse_bytes,
         d_bytes=D_DTYPE_BYTES[p.d_dtype],
         num_sms=device.num_sms,

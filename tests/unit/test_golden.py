@@ -11,12 +11,12 @@ from kgen.config import GemmConfig, resources
 from kgen.errors import RenderError
 from kgen.problem import GemmProblem
 from kgen.render import _environment, render
-from tools.golden import CASES, FOLDER, golden_sources
+from tools.golden import CASES, FOLDER, GROUPED_CASES, golden_sources
 
 PROBLEM = GemmProblem("dense", 128, 2112, 7168)
 
 
-@pytest.mark.parametrize("name", [f"{case}.cu" for case in CASES])
+@pytest.mark.parametrize("name", [f"{case}.cu" for case in (*CASES, *GROUPED_CASES)])
 def test_source_is_as_kept(name: str) -> None:
     assert (FOLDER / name).read_text() == golden_sources()[name], "see tools/golden.py --accept"
 

@@ -150,7 +150,7 @@ def test_a_kernel_that_writes_outside_its_output_is_a_fault(
 
 def test_a_stray_write_while_timed_is_a_fault(body: GpuBody, timer: Timer) -> None:
     body.verify(cubin())
-    assert body._case is not None
+    assert isinstance(body._case, Case)
     body._case.a.view(torch.uint8)[0, 0] ^= 64
     timer.results = [{"k": timing(10.0)}]
     with pytest.raises(DriverError, match="the candidate wrote outside its output"):

@@ -34,9 +34,7 @@ def _settings_anew() -> Iterator[None]:
 def operands(k: int = K, n: int = N, masked: bool = False) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     a, sfa = gemm.per_token_cast_to_fp8(torch.randn(M, k, generator=generator))
-    weights = [
-        gemm.per_block_cast_to_fp8(torch.randn(n, k, generator=generator)) for _ in range(G)
-    ]
+    weights = [gemm.per_block_cast_to_fp8(torch.randn(n, k, generator=generator)) for _ in range(G)]
     b = torch.stack([w.view(torch.uint8) for w, _ in weights]).view(E4M3)
     t = {
         "a": a,
@@ -111,7 +109,9 @@ def test_other_outputs_under_the_neutral_names(dtype: torch.dtype) -> None:
     gemm.m_grouped_gemm_fp8_nt_contiguous(*pairs, out, m_offsets=int32(0, 0, 10, 20))
     assert bool((out[20:] == 7).all())
     assert torch.allclose(out[:10].float(), dense(t, 1)[:10].float(), rtol=1e-2, atol=1e-2)
-    with pytest.raises(UnsupportedInput, match="writes torch.bfloat16; m_grouped_gemm_fp8_nt_con"):
+    with pytest.raises(
+        UnsupportedInput, match=r"writes torch\.bfloat16; m_grouped_gemm_fp8_nt_con"
+    ):
         gemm.m_grouped_gemm_fp8_fp8_bf16_nt_contiguous(*pairs, out, m_offsets=int32(0, 0, 1, 2))
 
 
@@ -189,7 +189,7 @@ def test_one_layout_exactly() -> None:
     with pytest.raises(UnsupportedInput, match=r"expected_m=-1"):
         run(operands(masked=True), masked_m=int32(1, 2, 3), expected_m=-1)
     with pytest.raises(UnsupportedInput, match="expected the pair"):
-        gemm.m_grouped_gemm_fp8_nt_masked(t["a"], t["b"], t["out"], int32(1), 1)  # type: ignore[arg-type]
+        gemm.m_grouped_gemm_fp8_nt_masked(t["a"], t["b"], t["out"], int32(1), 1)
 
 
 def test_no_gradient() -> None:
@@ -241,22 +241,24 @@ def test_compiled_whole() -> None:
     t = operands()
     offsets = int32(0, 100, 100, 200)
 
-    def step(a: Any, sfa: Any, b: Any, sfb: Any, out: Any, layout: Any) -> torch.Tensor:
-        gemm.m_grouped_gemm_fp8_nt_contiguous((a, sfa), (b, sfb), out, m_offsets=layout)
-        return out + 1
+    def step(lhs: Any, rhs: Any, out: Any, layout: Any) -> torch.Tensor:
+        gemm.m_grouped_gemm_fp8_nt_contiguous(lhs, rhs, out, m_offsets=layout)
+        more: torch.Tensor = out + 1
+        return more
 
     compiled = torch.compile(step, fullgraph=True, backend="eager", dynamic=True)
-    found = compiled(t["a"], t["sfa"], t["b"], t["sfb"], t["out"], offsets)
+    found = compiled((t["a"], t["sfa"]), (t["b"], t["sfb"]), t["out"], offsets)
     assert torch.equal(found, run(operands(), m_offsets=offsets) + 1)
     t = operands(masked=True)
 
-    def other(a: Any, sfa: Any, b: Any, sfb: Any, out: Any, layout: Any) -> torch.Tensor:
-        gemm.m_grouped_gemm_fp8_nt_masked((a, sfa), (b, sfb), out, layout, 64)
-        return out + 1
+    def other(lhs: Any, rhs: Any, out: Any, layout: Any) -> torch.Tensor:
+        gemm.m_grouped_gemm_fp8_nt_masked(lhs, rhs, out, layout, 64)
+        more: torch.Tensor = out + 1
+        return more
 
     compiled = torch.compile(other, fullgraph=True, backend="eager")
     counts = int32(3, 0, 128)
-    found = compiled(t["a"], t["sfa"], t["b"], t["sfb"], t["out"], counts)
+    found = compiled((t["a"], t["sfa"]), (t["b"], t["sfb"]), t["out"], counts)
     assert torch.equal(found, run(operands(masked=True), masked_m=counts, expected_m=64) + 1)
 
 

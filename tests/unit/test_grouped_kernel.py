@@ -66,7 +66,7 @@ def load(kind: str) -> GroupedKernel:
 
 
 def prepare(kind: str, t: dict[str, Any], by_index: bool = False) -> Any:
-    return load(kind).prepare_grouped(tuple(t.values()), by_index=by_index)  # type: ignore[arg-type]
+    return load(kind).prepare_grouped(tuple(t.values()), by_index=by_index)
 
 
 def test_each_kind_has_its_kernel() -> None:
@@ -154,7 +154,7 @@ def test_one_row_and_one_group_leave_strides_open(fake: FakeDriver) -> None:
 def test_what_does_not_fit_is_named(kind: str, name: str, fake: FakeDriver) -> None:
     t = tensors(kind)
     wrong = t[name][1:] if name != "b" else t[name][:, :, :256]
-    with pytest.raises(UnsupportedInput, match=" is |[0-9]:"):
+    with pytest.raises(UnsupportedInput, match=r" is |[0-9]:"):
         prepare(kind, {**t, name: wrong})
     with pytest.raises(UnsupportedInput, match=name):
         prepare(kind, {**t, name: t[name].to(torch.int64)})

@@ -31,8 +31,9 @@ static void body() {
 }
 int main() {
     unsigned grid, count;
-    if (std::scanf("%u %u %u %u %u %u", &grid, &args.m, &n_now, &args.groups, &args.by_index, &count) != 6)
-        return 2;
+    unsigned* numbers[] = {&grid, &args.m, &n_now, &args.groups, &args.by_index, &count};
+    for (unsigned* number : numbers)
+        if (std::scanf("%u", number) != 1) return 2;
     std::vector<int> layout(count);
     for (int& value : layout)
         if (std::scanf("%d", &value) != 1) return 2;
@@ -57,9 +58,10 @@ class Finder:
     cluster_n: int
 
     def tiles(
-        self, layout: list[int], m: int, n: int, groups: int, by_index: bool = False, grid: int = 12
+        self, layout: list[int], m: int, n: int, groups: int, *, by_index: bool = False
     ) -> list[list[tuple[int, int, int, int]]]:
         """By CTA: (m0, n0, group, m_end) in the order found, without the end's mark."""
+        grid = 12
         words = [grid, m, n, groups, int(by_index), len(layout), *layout]
         done = subprocess.run(
             [self.program],
@@ -128,7 +130,7 @@ def finder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("finder")
     source, program = folder / "finder.cpp", folder / "finder"
     source.write_text("\n".join(parts))
-    command = ["g++", "-std=c++20", "-O1", "-w", source, "-o", program]
+    command = ["g++", "-std=c++20", "-O1", "-w", str(source), "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return Finder(program, masked, block_m, block_n, cluster_n)
