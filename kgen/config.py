@@ -48,7 +48,7 @@ WAVE_OVERHEAD_REGISTERS: Final = 7
 CLUSTER_OVERHEAD_REGISTERS: Final = 9
 FP32_OVERHEAD_REGISTERS: Final = 9
 #: What a grouped kind's math warps keep of a tile beside its place: group and last row.
-GROUPED_OVERHEAD_REGISTERS: Final = 4
+GROUPED_OVERHEAD_REGISTERS: Final = 0
 #: Tiles that a grouped kernel's scheduling warp may be ahead, and bytes of one and its barriers.
 QUEUE_SLOTS: Final = 4
 QUEUE_SLOT_BYTES: Final = 32

@@ -27,7 +27,8 @@ static GroupedArgs args;
 static unsigned rank_now, n_now;
 static void body() {
     const Extent extent(args.m, n_now, 128);
-    TileFinder(args, extent, 0, rank_now, lane_now).run();
+    TileFinder finder(args, extent, 0, rank_now, lane_now);
+    while (!finder.is_done) finder.find();
 }
 int main() {
     unsigned grid, count;
@@ -122,6 +123,7 @@ def finder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         *(f"constexpr u32 {name} = {value};" for name, value in constants.items()),
         f"constexpr bool kMasked = {'true' if masked else 'false'}, kRasterAlongM = {along_m};",
         "#define threadIdx (Index{(unsigned)lane_now})",
+        "constexpr u64 kEvictFirst = 0;",
         "inline void mbarrier_wait(u32, u32) {}",
         "inline void mbarrier_arrive(u32) {}",
         scheduler,

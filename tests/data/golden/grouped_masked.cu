@@ -13,7 +13,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: f18f388f514edb7900dfd624514b5901959a5b4b0f071c8bd862c70d0985abbf
+// Body SHA-256: 26f3c1f2425f264d19fc238f6438f262482317c27223df9fb4f33d9b0d83eb89
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -248,8 +248,12 @@ __device__ __forceinline__ u64 wgmma_descriptor(u32 address) {
 
 // ---- threads and clusters.
 
-__device__ __forceinline__ void warpgroup_sync(u32 barrier) {
-    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+__device__ __forceinline__ void named_sync(u32 barrier, u32 threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void named_arrive(u32 barrier, u32 threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 __device__ __forceinline__ u32 cluster_cta_rank() {
@@ -383,7 +387,7 @@ struct Work {
 };
 constexpr u32 kAskRows = 0, kNoGroup = 0xffffffff;
 
-// Tiles on their way from the warp that finds them to all who work on them: {m0, n0, group, m_end} in
+// Tiles on their way from the warp that finds them to all who load and compute them: {m0, n0, group, m_end} in
 // slots of 16 bytes, then for each slot a barrier that it is full and one that all have read it.
 constexpr u32 kQueueFullOffset = kQueueOffset + kQueueSlots * 16;
 constexpr u32 kQueueReadOffset = kQueueFullOffset + kQueueSlots * 8;
@@ -410,12 +414,19 @@ struct TileQueue {
     // The next piece of work; false when none is left.
     __device__ __forceinline__ bool next(Work& work) {
         mbarrier_wait(smem + kQueueFullOffset + slot.index * 8, slot.parity);
+        const u32 read = smem + kQueueReadOffset + slot.index * 8;
+        const bool is_left = peek(work);
+        if (kIsWarp) __syncwarp();
+        if (!kIsWarp || threadIdx.x % 32 == 0) mbarrier_arrive(read);
+        return is_left;
+    }
+
+    // The same for the warp that put it there.
+    __device__ __forceinline__ bool peek(Work& work) {
         asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(work.m0), "=r"(work.n0), "=r"(work.group), "=r"(work.m_end)
                      : "r"(smem + kQueueOffset + slot.index * 16)
                      : "memory");
-        if (kIsWarp) __syncwarp();
-        if (!kIsWarp || threadIdx.x % 32 == 0) mbarrier_arrive(smem + kQueueReadOffset + slot.index * 8);
         slot.advance();
         work.k_begin = 0;
         work.k_end = k_blocks;
@@ -432,7 +443,9 @@ struct GroupWalk {
     u32 base, before, past;    // first group held; blocks of the groups before it, and up to the last one held
     u32 blocks_up_to[kWindows];
 
-    __device__ __forceinline__ GroupWalk(const GroupedArgs& args, u32 lane) : args(args), lane(lane) { hold(0, 0); }
+    // Before the first group.
+    __device__ __forceinline__ GroupWalk(const GroupedArgs& args, u32 lane)
+        : args(args), lane(lane), base(0 - 32 * kWindows), before(0), past(0) {}
 
     __device__ __forceinline__ u32 first_row(u32 group) const {
         return kMasked ? 0 : static_cast<u32>(args.layout[group]);
@@ -492,15 +505,32 @@ struct GroupWalk {
     }
 };
 
-// The warp that finds this CTA's tiles: every step-th of a walk over the groups, each in strips of
+// What finds this CTA's tiles, by a whole warp: every step-th of a walk over the groups, each in strips of
 // kRasterGroup blocks along one dimension. CTAs of a cluster find the same ones, side by side along N.
 struct TileFinder {
     const GroupedArgs& args;
     const u32 smem, n_clusters, rank, lane;
+    GroupWalk groups;
     QueueSlot slot;
+    u32 tile;
+    bool is_done = false;
 
     __device__ __forceinline__ TileFinder(const GroupedArgs& args, const Extent& extent, u32 smem, u32 rank, u32 lane)
-        : args(args), smem(smem), n_clusters(extent.n_clusters), rank(rank), lane(lane) {}
+        : args(args),
+          smem(smem),
+          n_clusters(extent.n_clusters),
+          rank(rank),
+          lane(lane),
+          groups(args, lane),
+          tile(blockIdx.x / kClusterSize) {}
+
+    // Finds one more tile, or the end, and puts it into the queue; nothing after the end.
+    __device__ __forceinline__ void find() {
+        if (is_done) return;
+        u32 m0 = 0, n0 = 0, group = kNoGroup, m_end = 0;
+        is_done = !(!kMasked && args.by_index ? find_by_row(m0, n0, group, m_end) : find_by_group(m0, n0, group, m_end));
+        put(m0, n0, is_done ? kNoGroup : group, m_end);
+    }
 
     __device__ __forceinline__ void put(u32 m0, u32 n0, u32 group, u32 m_end) {
         mbarrier_wait(smem + kQueueReadOffset + slot.index * 8, slot.parity ^ 1);
@@ -515,54 +545,51 @@ struct TileFinder {
     }
 
     // Which of m_blocks x n_clusters blocks comes `within`-th.
-    __device__ __forceinline__ void locate(u32 within, u32 m_blocks, u32& m_block, u32& n_cluster) const {
+    __device__ __forceinline__ void locate(u32 within, u32 m_blocks, u32& m_block, u32& n0) const {
         const u32 along = kRasterAlongM ? m_blocks : n_clusters, across = kRasterAlongM ? n_clusters : m_blocks;
         const u32 strip = within / (kRasterGroup * across), rest = within % (kRasterGroup * across);
         const u32 width = min(kRasterGroup, along - strip * kRasterGroup);
         const u32 at_along = strip * kRasterGroup + rest % width, at_across = rest / width;
         m_block = kRasterAlongM ? at_along : at_across;
-        n_cluster = kRasterAlongM ? at_across : at_along;
+        n0 = ((kRasterAlongM ? at_across : at_along) * kClusterN + rank) * kBlockN;
     }
 
-    __device__ __forceinline__ u32 column_of(u32 n_cluster) const { return (n_cluster * kClusterN + rank) * kBlockN; }
-
     // Groups told by their rows: offsets or counts.
-    __device__ __forceinline__ void walk_groups() {
-        GroupWalk groups(args, lane);
-        u32 group, first, count, m_block, n_cluster;
-        for (u32 tile = blockIdx.x / kClusterSize; groups.find(tile / n_clusters, group, first, count);
-             tile += gridDim.x / kClusterSize) {
-            locate(tile - first * n_clusters, count, m_block, n_cluster);
-            put(groups.first_row(group) + m_block * kBlockM, column_of(n_cluster), group, groups.end_row(group));
-        }
+    __device__ __forceinline__ bool find_by_group(u32& m0, u32& n0, u32& group, u32& m_end) {
+        u32 first, count, m_block;
+        if (!groups.find(tile / n_clusters, group, first, count)) return false;
+        locate(tile - first * n_clusters, count, m_block, n0);
+        m0 = groups.first_row(group) + m_block * kBlockM;
+        m_end = groups.end_row(group);
+        tile += gridDim.x / kClusterSize;
+        return true;
     }
 
     // Groups told row by row: a tile belongs to the group of its rows that are not to be skipped.
-    __device__ __forceinline__ void walk_rows() {
+    __device__ __forceinline__ bool find_by_row(u32& m0, u32& n0, u32& group, u32& m_end) {
         const u32 m_blocks = (args.m + kBlockM - 1) / kBlockM;
-        for (u32 tile = blockIdx.x / kClusterSize; tile < m_blocks * n_clusters; tile += gridDim.x / kClusterSize) {
-            u32 m_block, n_cluster;
-            locate(tile, m_blocks, m_block, n_cluster);
-            int group = -1;
+        while (tile < m_blocks * n_clusters) {
+            u32 m_block;
+            locate(tile, m_blocks, m_block, n0);
+            tile += gridDim.x / kClusterSize;
+            m0 = m_block * kBlockM;
+            int highest = -1;
             bool all = true;
 #pragma unroll
             for (u32 i = 0; i < kBlockM; i += 32) {
-                const u32 row = m_block * kBlockM + i + lane;
+                const u32 row = m0 + i + lane;
                 const int index = i + lane < kBlockM && row < args.m ? args.layout[row] : -1;
                 if (i + lane < kBlockM) all = all && index >= 0;
-                group = max(group, index);
+                highest = max(highest, index);
             }
-            group = __reduce_max_sync(0xffffffff, group);
-            if (group < 0 || group >= static_cast<int>(args.groups)) continue;
+            highest = __reduce_max_sync(0xffffffff, highest);
             all = __all_sync(0xffffffff, all);
-            put(m_block * kBlockM, column_of(n_cluster), group, all ? (m_block + 1) * kBlockM : kAskRows);
+            if (highest < 0 || highest >= static_cast<int>(args.groups)) continue;
+            group = highest;
+            m_end = all ? m0 + kBlockM : kAskRows;
+            return true;
         }
-    }
-
-    __device__ __forceinline__ void run() {
-        if (!kMasked && args.by_index) walk_rows();
-        else walk_groups();
-        put(0, 0, kNoGroup, 0);
+        return false;
     }
 };
 
@@ -800,7 +827,6 @@ __device__ __forceinline__ void compute_tiles(const GemmArgs& args, const Extent
         accumulate_tile(sum, work, stage, smem, warpgroup, sfa_lane, crossed_steps(work.n0), lane);
         store_tile(args, sum, work, n, smem, parity, rank, warp, lane);
     }
-    if (warp % 4 == 0 && lane == 0) tma_store_wait_read();  // the stores still read shared memory
 }
 
 // ---- epilogue: FP32 sums to D.
@@ -839,7 +865,24 @@ __device__ __forceinline__ void stage_rows(float (&sum)[kAccRegisters], u32 base
     }
 }
 
-// ---- the last tile of a group: a TMA store can not stop at a row.
+// Named barriers of each math warpgroup and the store warp.
+__device__ __forceinline__ u32 staged_barrier(u32 warpgroup) { return 1 + warpgroup; }
+__device__ __forceinline__ u32 free_barrier(u32 warpgroup) { return 1 + kNumMathWarpgroups + warpgroup; }
+constexpr u32 kStoreThreads = 128 + 32;
+
+// Each warpgroup stages its own rows, and goes on to the next tile.
+__device__ __forceinline__ void store_tile(const GemmArgs& args, float (&sum)[kNumWaves][kAccRegisters],
+                                           const Work& work, u32 n, u32 smem, u32& parity, u32 rank, u32 warp,
+                                           u32 lane) {
+    const u32 warpgroup = warp / 4, warp_row = warp % 4 * 16;
+    const u32 base = smem + kDOffset + warpgroup * kNumWaves * kNumDBoxes * kDBoxBytes;
+    named_sync(free_barrier(warpgroup), kStoreThreads);
+#pragma unroll
+    for (u32 wave = 0; wave < kNumWaves; ++wave)
+        if (warp_row < kDBoxRows) stage_rows(sum[wave], base + wave * kNumDBoxes * kDBoxBytes, warp_row, lane);
+    fence_async_proxy();
+    named_arrive(staged_barrier(warpgroup), kStoreThreads);
+}
 
 __device__ __forceinline__ uint4 load_shared_uint4(u32 address) {
     uint4 v;
@@ -850,56 +893,62 @@ __device__ __forceinline__ uint4 load_shared_uint4(u32 address) {
     return v;
 }
 
-// A warpgroup's staged rows of D that are the group's own, 16 bytes at a time. N is a multiple of 8, D's
-// address and pitch multiples of 16 bytes: no piece is cut or unaligned.
-__device__ __forceinline__ void store_rows(const GroupedArgs& args, const Work& work, u32 n, u32 base, u32 warpgroup,
-                                           u32 thread) {
+// Up to 64 staged rows of D from row `first` on, as far as they are the group's own, 16 bytes a lane at a
+// time: a TMA store can not stop at a row. N is a multiple of 8, D's address and pitches multiples of 16
+// bytes: no piece is cut or unaligned.
+__device__ __forceinline__ void store_rows(const GroupedArgs& args, const Work& work, u32 n, u32 base, u32 first,
+                                           u32 lane) {
     constexpr u32 pieces = kBlockN * kDBytes / 16;
     unsigned char* d = static_cast<unsigned char*>(args.d);
     if (kMasked) d += work.group * args.d_stride_g * static_cast<i64>(kDBytes);
-#pragma unroll 1
-    for (u32 wave = 0; wave < kNumWaves; ++wave) {
-        const u32 first = work.m0 + warpgroup * kWarpgroupM + wave * 64;
-        const bool ask = work.m_end == kAskRows;
-        const u32 end = ask ? args.m : work.m_end;
-        const u32 rows = end > first ? min(kDBoxRows, end - first) : 0;
-#pragma unroll 1
-        for (u32 i = thread; i < rows * pieces; i += 128) {
-            const u32 row = i / pieces, byte_column = i % pieces * 16;
-            const u32 column = work.n0 + byte_column / kDBytes;
-            if (column >= n || (ask && args.layout[first + row] < 0)) continue;
-            const uint4 piece = load_shared_uint4(d_address(base + wave * kNumDBoxes * kDBoxBytes, row, byte_column));
-            const i64 at = (first + row) * args.d_stride_m + column;
-            *reinterpret_cast<uint4*>(d + at * static_cast<i64>(kDBytes)) = piece;
-        }
+    const bool ask = work.m_end == kAskRows;
+    const u32 end = ask ? args.m : work.m_end;
+    const u32 rows = end > first ? min(kDBoxRows, end - first) : 0;
+#pragma unroll 2
+    for (u32 i = lane; i < rows * pieces; i += 32) {
+        const u32 row = i / pieces, byte_column = i % pieces * 16;
+        const u32 column = work.n0 + byte_column / kDBytes;
+        if (column >= n || (ask && args.layout[first + row] < 0)) continue;
+        const i64 at = (first + row) * args.d_stride_m + column;
+        *reinterpret_cast<uint4*>(d + at * static_cast<i64>(kDBytes)) =
+            load_shared_uint4(d_address(base, row, byte_column));
     }
 }
 
-// Each warpgroup stages and stores its own rows; TMA leaves out what lies past the last row or column.
-__device__ __forceinline__ void store_tile(const GemmArgs& args, float (&sum)[kNumWaves][kAccRegisters],
-                                           const Work& work, u32 n, u32 smem, u32& parity, u32 rank, u32 warp,
-                                           u32 lane) {
-    const u32 warpgroup = warp / 4, warp_row = warp % 4 * 16;
-    const bool leader = warp % 4 == 0 && lane == 0;
-    const u32 base = smem + kDOffset + warpgroup * kNumWaves * kNumDBoxes * kDBoxBytes;
-    if (leader) tma_store_wait_read();
-    warpgroup_sync(1 + warpgroup);
-#pragma unroll
-    for (u32 wave = 0; wave < kNumWaves; ++wave)
-        if (warp_row < kDBoxRows) stage_rows(sum[wave], base + wave * kNumDBoxes * kDBoxBytes, warp_row, lane);
-    fence_async_proxy();
-    warpgroup_sync(1 + warpgroup);
-    if (!work.is_whole()) {
-        store_rows(grouped(args), work, n, base, warpgroup, warp % 4 * 32 + lane);
-        return;
+// One warp finds this CTA's tiles and stores them, as that of dense kernels does. It is kQueueSlots - 1
+// tiles ahead with finding, which all readers of a slot are done with once a tile is stored.
+__device__ __forceinline__ void find_and_store_tiles(const GroupedArgs& args, const Extent& extent, u32 n, u32 smem,
+                                                     u32 rank, u32 lane) {
+    TileFinder finder(args, extent, smem, rank, lane);
+    TileQueue<false> own(extent, smem);
+    Work work;
+    for (u32 i = 0; i + 1 < kQueueSlots; ++i) finder.find();
+    while (own.peek(work)) {
+        finder.find();
+        if (lane == 0) tma_store_wait_read();
+        __syncwarp();
+        for (u32 i = 0; i < kNumMathWarpgroups; ++i) named_arrive(free_barrier(i), kStoreThreads);
+        for (u32 i = 0; i < kNumMathWarpgroups; ++i) {
+            named_sync(staged_barrier(i), kStoreThreads);
+#pragma unroll 1
+            for (u32 wave = 0; wave < kNumWaves; ++wave) {
+                const u32 base = smem + kDOffset + (i * kNumWaves + wave) * kNumDBoxes * kDBoxBytes;
+                const u32 first = work.m0 + i * kWarpgroupM + wave * 64;
+                if (!work.is_whole()) {
+                    store_rows(args, work, n, base, first, lane);
+                } else if (lane == 0) {
+                    for (u32 box = 0; box < kNumDBoxes; ++box) {
+                        const u32 source = base + box * kDBoxBytes, column = work.n0 + box * kDBoxColumns;
+                        if (kMasked) tma_store(&args.map_d, source, column, first, work.group);
+                        else tma_store(&args.map_d, source, column, first);
+                    }
+                }
+            }
+            if (lane == 0) tma_store_commit();
+            __syncwarp();
+        }
     }
-    if (leader) {
-        for (u32 wave = 0; wave < kNumWaves; ++wave)
-            for (u32 box = 0; box < kNumDBoxes; ++box)
-                tma_store(&args.map_d, base + (wave * kNumDBoxes + box) * kDBoxBytes, work.n0 + box * kDBoxColumns,
-                          work.m0 + warpgroup * kWarpgroupM + wave * 64, work.group);
-        tma_store_commit();
-    }
+    if (lane == 0) tma_store_wait_read();  // they still read shared memory
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
@@ -947,10 +996,10 @@ kgen_gemm(const __grid_constant__ GroupedArgs args) {
             asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;  // A" ::: "memory");
             if (lane == 0) load_operands<true, false>(args, extent, smem, rank);
         } else if (warp == producer_warp + 3) {
-            asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;  // tiles" ::: "memory");
-            TileFinder(args, extent, smem, rank, lane).run();
+            asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;  // store" ::: "memory");
+            find_and_store_tiles(args, extent, n, smem, rank, lane);
         } else {
-            asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;  // idle" ::: "memory");
+            asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;  // idle too" ::: "memory");
         }
     } else {
         asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;  // math" ::: "memory");
