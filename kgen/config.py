@@ -47,8 +47,6 @@ MATH_OVERHEAD_REGISTERS: Final = {1: 24, 2: 24, 3: 22}
 WAVE_OVERHEAD_REGISTERS: Final = 7
 CLUSTER_OVERHEAD_REGISTERS: Final = 9
 FP32_OVERHEAD_REGISTERS: Final = 9
-#: What a grouped kind's math warps keep of a tile beside its place: group and last row.
-GROUPED_OVERHEAD_REGISTERS: Final = 0
 #: Tiles that a grouped kernel's scheduling warp may be ahead, and bytes of one and its barriers.
 QUEUE_SLOTS: Final = 4
 QUEUE_SLOT_BYTES: Final = 32
@@ -332,7 +330,7 @@ def _why_cluster_invalid(c: GemmConfig) -> Invalid | None:
 
 
 def _why_too_large(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid | None:
-    r = resources(c, p.d_dtype, p.kind)
+    r = resources(c, p.d_dtype, kind=p.kind)
     if c.num_accumulators > 1 and r.num_waves != 1:
         return Invalid(
             "accumulators_waves",
@@ -344,7 +342,6 @@ def _why_too_large(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid | N
         + WAVE_OVERHEAD_REGISTERS * (r.num_waves - 1)
         + CLUSTER_OVERHEAD_REGISTERS * (c.cluster_size > 1)
         + FP32_OVERHEAD_REGISTERS * (p.d_dtype == "fp32")
-        + GROUPED_OVERHEAD_REGISTERS * p.is_grouped
     )
     if need > r.math_registers:
         return Invalid(

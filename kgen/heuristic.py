@@ -190,7 +190,7 @@ def _rounds(p: GemmProblem, c: GemmConfig, device: Device, tiles: int) -> tuple[
 @lru_cache(maxsize=1 << 14)
 def _ctas_per_sm(c: GemmConfig, d_dtype: str, kind: str, smem_per_block: int) -> int:
     """CTAs of a kernel with one math warpgroup that an SM holds at a time; an estimate."""
-    r = resources(c, d_dtype, kind)
+    r = resources(c, d_dtype, kind=kind)
     registers = (r.num_waves + c.num_accumulators) * c.block_n // 2 + THREAD_REGISTERS
     registers += SELECT_REGISTERS * (r.num_scale_positions > 1)
     registers += MULTICAST_REGISTERS * (c.cluster_m * c.cluster_n > 1)

@@ -69,7 +69,7 @@ def render(problem: GemmProblem, config: GemmConfig, folder: Path | None = None)
 def _variables(problem: GemmProblem, config: GemmConfig) -> dict[str, Any]:
     variables = {
         **config.to_dict(),
-        **asdict(resources(config, problem.d_dtype, problem.kind)),
+        **asdict(resources(config, problem.d_dtype, kind=problem.kind)),
         "kind": problem.kind,
         "is_grouped": problem.is_grouped,
         "queue_slots": QUEUE_SLOTS,

@@ -71,8 +71,8 @@ class GroupedKernel(Kernel):
         pitches = [t.stride(0) if t.dim() == 3 else 0 for t in (sfa, sfb, d)]
         more = _GROUPED_TAIL.pack(layout.data_ptr(), *pitches, groups, int(by_index))
         args.write(ARGS_BYTES, more)
-        n, k, kind = d.shape[-1], a.shape[-1], self.kind
-        problem = GemmProblem(kind, m, n, k, groups, self.d_dtype, num_sms)
+        n, k, d_dtype = d.shape[-1], a.shape[-1], self.d_dtype
+        problem = GemmProblem(self.kind, m, n, k, groups=groups, d_dtype=d_dtype, num_sms=num_sms)
         m_blocks = most_blocks(problem, self.config, by_index)
         return Launch(self, args, grid_of(m_blocks, problem, self.config, self.device))
 

@@ -70,7 +70,7 @@ class GroupedInputs:
         m = min(max(self.expected_m, 1), rows) if self.is_masked else ceil_div(rows, groups)
         kind = "masked" if self.is_masked else "contiguous"
         d_dtype = D_DTYPE_NAMES[self.out.dtype]
-        return GemmProblem(kind, m, n, k, groups, d_dtype, num_sms)
+        return GemmProblem(kind, m, n, k, groups=groups, d_dtype=d_dtype, num_sms=num_sms)
 
 
 def unpack(

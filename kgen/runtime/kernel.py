@@ -227,7 +227,7 @@ class Kernel:
         self.config = config
         self.d_dtype = d_dtype
         self.ordinal = ordinal
-        self.resources = resources(config, d_dtype, self.kind)
+        self.resources = resources(config, d_dtype, kind=self.kind)
         self.device = driver.device_facts(ordinal)
         size = config.cluster_size
         if size > 1:
@@ -252,7 +252,7 @@ class Kernel:
         Raises LaunchError when the driver refuses the image or its resources, DriverError with
         `fatal` when the context is lost.
         """
-        smem_bytes = resources(config, d_dtype, cls.kind).smem_bytes
+        smem_bytes = resources(config, d_dtype, kind=cls.kind).smem_bytes
         try:
             handles = driver.load_function(cubin, entry, smem_bytes, ordinal)
             return cls(handles, entry, config, d_dtype=d_dtype, ordinal=ordinal)
