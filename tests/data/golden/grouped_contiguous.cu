@@ -13,7 +13,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 2f0fefa3ea52f35466425bebe9955d332265d30a5fb8c6c082592e3554d6d255
+// Body SHA-256: 9a2cf0c4718ee4111549a201d89a8fe5765c6e71bc48fd94386bdb397204b315
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -102,12 +102,6 @@ __device__ __forceinline__ void mbarrier_init_fence() {
 
 __device__ __forceinline__ void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-}
-
-// Adds to the bytes that the present phase waits for, without arriving.
-__device__ __forceinline__ void mbarrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
 
@@ -672,7 +666,9 @@ __device__ __forceinline__ void load_scales(const GemmArgs& args, const Extent& 
                     valid);
             }
         } else if (lane == 0) {
-            mbarrier_expect(full, kBlockM * 4);
+            // With an arrival: mbarrier.expect_tx alone is carried out later (SYNCS…RED), and the arrival
+            // of the copies below may overtake it: the phase would end before these bytes are there.
+            mbarrier_arrive_expect(full, kBlockM * 4);
             tma_load(sfa, &args.map_sfa, work.m0, block, full);
         }
         copy_async_arrive(full);
@@ -961,16 +957,17 @@ kgen_gemm(const __grid_constant__ GroupedArgs args) {
     constexpr u32 producer_warp = kNumMathWarpgroups * 4;
     if (warp == producer_warp + 3 && lane == 0) prefetch_l2(args.layout);  // everybody waits for it
     if (warp == producer_warp) {
-        // Full: each thread that loads A or B, and each scale lane. Empty: each math warp of every CTA in the
-        // cluster that shares a tile, since any of them may write here.
-        const u32 scale_lanes = args.sfa_direct ? 32 : kNumBScales;
+        // Full: each thread that loads A or B, or the scales of A by TMA, and each lane that copies scales.
+        // Empty: each math warp of every CTA in the cluster that shares a tile, since any may write here.
+        const u32 scale_arrivals = args.sfa_direct ? 32 : 1 + kNumBScales;
         if (lane < kNumStages) {
-            mbarrier_init(smem + kFullOffset + lane * 8, kNumLoadWarps + scale_lanes);
+            mbarrier_init(smem + kFullOffset + lane * 8, kNumLoadWarps + scale_arrivals);
             mbarrier_init(smem + kEmptyOffset + lane * 8, kNumMathWarpgroups * 4 * kClusterM * kClusterN);
         }
         if (lane < kQueueSlots) {  // read by each thread that loads, each scale lane and each math warp
+            const u32 loaders = kNumLoadWarps + (args.sfa_direct ? 32 : kNumBScales);
             mbarrier_init(smem + kQueueFullOffset + lane * 8, 1);
-            mbarrier_init(smem + kQueueReadOffset + lane * 8, kNumLoadWarps + scale_lanes + kNumMathWarpgroups * 4);
+            mbarrier_init(smem + kQueueReadOffset + lane * 8, loaders + kNumMathWarpgroups * 4);
         }
         mbarrier_init_fence();
     } else if (warp == producer_warp + 1 && lane == 0) {
