@@ -226,7 +226,7 @@ def test_the_model_counts_every_groups_weights() -> None:
     one, many = (GemmProblem("masked", 16, 4096, 7168, groups=g) for g in (1, 32))
     config = GemmConfig(block_m=16, block_n=128, num_stages=6, num_math_warpgroups=1)
     times = [explain(p, config, H200) for p in (one, many)]
-    assert times[1].dram_us > 20 * times[0].dram_us
+    assert times[1].dram_us > 15 * times[0].dram_us
     assert times[1].total_us > 10 * times[0].total_us
 
 
