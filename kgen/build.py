@@ -41,6 +41,7 @@ class Cubin:
     from_cache: bool
     source_path: str
     log: str
+    kind: str = "dense"
 
 
 def build(
@@ -122,4 +123,5 @@ def _cubin(artifact: Artifact, source: Source, problem: GemmProblem, from_cache:
         from_cache=from_cache,
         source_path=str(artifact.source_path or ""),
         log=artifact.log,
+        kind=problem.kind,
     )

@@ -117,8 +117,8 @@ class Case:
         self.a = random_fp8(rows, problem.k, generator)
         self.b = random_fp8(problem.n, problem.k, generator)
         spread = 0.0 if unit_scales else 1.0
-        self.sfa = column_major(_random_scales(rows, kb, spread, generator))
-        self.sfb = _random_scales(ceil_div(problem.n, SCALE_BLOCK), kb, spread, generator)
+        self.sfa = column_major(random_scales(rows, kb, spread, generator))
+        self.sfb = random_scales(ceil_div(problem.n, SCALE_BLOCK), kb, spread, generator)
         self._norms: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._stored: torch.Tensor | None = None
         if rows * problem.n * 4 <= _STORED_BYTES:
@@ -353,7 +353,7 @@ def tile_sums(strips: torch.Tensor) -> torch.Tensor:
     return padded.view(rows, -1, per_tile).sum(2)
 
 
-def _random_scales(
+def random_scales(
     rows: int, columns: int, spread: float, generator: torch.Generator
 ) -> torch.Tensor:
     """FP32 [rows, columns] around 1/128, from 1 - spread/2 to 1 + spread/2 times that."""

@@ -13,7 +13,15 @@ from typing import Any, Final
 
 from kgen.device import Device
 from kgen.errors import UsageError
-from kgen.problem import D_DTYPE_BYTES, SCALE_BLOCK, GemmProblem, ceil_div, round_up
+from kgen.problem import (
+    D_DTYPE_BYTES,
+    GROUP_ALIGNMENT,
+    GROUPED_KINDS,
+    SCALE_BLOCK,
+    GemmProblem,
+    ceil_div,
+    round_up,
+)
 
 #: K columns of one pipeline stage: one scale block, one 128-byte swizzle span of E4M3.
 BLOCK_K: Final = 128
@@ -39,6 +47,9 @@ MATH_OVERHEAD_REGISTERS: Final = {1: 24, 2: 24, 3: 22}
 WAVE_OVERHEAD_REGISTERS: Final = 7
 CLUSTER_OVERHEAD_REGISTERS: Final = 9
 FP32_OVERHEAD_REGISTERS: Final = 9
+#: Tiles that a grouped kernel's scheduling warp may be ahead, and bytes of one and its barriers.
+QUEUE_SLOTS: Final = 4
+QUEUE_SLOT_BYTES: Final = 32
 B_EVICTIONS: Final = ("evict_normal", "evict_first")
 RASTER_ALONG: Final = ("m", "n")
 BAKED_DIMS: Final = ("none", "nk")
@@ -126,7 +137,7 @@ class Resources:
 
     Offsets and sizes in bytes from the start of dynamic shared memory; the template lays out the
     same regions in the same order: A stages, B stages, D, split-K partials, scales of A, scales
-    of B, barriers. Boxes are (inner, outer) in elements.
+    of B, barriers, the queue of tiles (grouped kinds). Boxes are (inner, outer) in elements.
     """
 
     threads: int
@@ -143,6 +154,7 @@ class Resources:
     sfa_offset: int
     sfb_offset: int
     barrier_offset: int
+    queue_offset: int
     smem_bytes: int
     a_box: tuple[int, int]
     b_box: tuple[int, int]
@@ -175,8 +187,8 @@ def d_store_box(block_n: int, d_bytes: int) -> tuple[int, int]:
     return odd * 8, 0
 
 
-def resources(config: GemmConfig, d_dtype: str = "bf16") -> Resources:
-    """Everything derived from a configuration and the output type."""
+def resources(config: GemmConfig, d_dtype: str = "bf16", kind: str = "dense") -> Resources:
+    """Everything derived from a configuration, the output type and the problem's kind."""
     c = config
     d_bytes = D_DTYPE_BYTES[d_dtype]
     producer, math = REGISTER_SPLIT[c.num_math_warpgroups]
@@ -195,6 +207,8 @@ def resources(config: GemmConfig, d_dtype: str = "bf16") -> Resources:
     sfa_stage_bytes = max(c.block_m, WGMMA_M) * 4
     sfb_offset = sfa_offset + c.num_stages * sfa_stage_bytes
     barrier_offset = sfb_offset + c.num_stages * 16
+    queue_offset = barrier_offset + (c.num_stages + (c.split_k > 1)) * 16
+    queue_bytes = QUEUE_SLOTS * QUEUE_SLOT_BYTES if kind in GROUPED_KINDS else 0
     return Resources(
         threads=WARPGROUP_THREADS * (1 + c.num_math_warpgroups),
         num_load_warps=1 if c.block_m + c.block_n >= MIN_ROWS_ONE_LOAD_WARP else 2,
@@ -210,7 +224,8 @@ def resources(config: GemmConfig, d_dtype: str = "bf16") -> Resources:
         sfa_offset=sfa_offset,
         sfb_offset=sfb_offset,
         barrier_offset=barrier_offset,
-        smem_bytes=barrier_offset + (c.num_stages + (c.split_k > 1)) * 16,
+        queue_offset=queue_offset,
+        smem_bytes=queue_offset + queue_bytes,
         a_box=(BLOCK_K, c.block_m // c.cluster_n),
         b_box=(BLOCK_K, b_rows),
         d_box=(d_cols, d_rows),
@@ -222,22 +237,26 @@ def resources(config: GemmConfig, d_dtype: str = "bf16") -> Resources:
 
 def grid_size(problem: GemmProblem, config: GemmConfig, device: Device) -> int:
     """CTAs to launch, in whole clusters: as many as the SM budget holds, at most one a tile."""
+    m_blocks = problem.groups * ceil_div(problem.m, config.block_m)
+    return grid_of(m_blocks, problem, config, device)
+
+
+def grid_of(m_blocks: int, problem: GemmProblem, config: GemmConfig, device: Device) -> int:
+    """As `grid_size`, for this many blocks along M, those of all groups together."""
     clusters = device.max_clusters(config.cluster_size)
     if problem.num_sms:
         clusters = max(1, min(clusters, problem.num_sms // config.cluster_size))
-    m_clusters = ceil_div(ceil_div(problem.m, config.block_m), config.cluster_m)
+    m_clusters = ceil_div(m_blocks, config.cluster_m)
     n_clusters = ceil_div(ceil_div(problem.n, config.block_n), config.cluster_n)
     return min(clusters, m_clusters * n_clusters) * config.cluster_size
 
 
 def why_invalid(problem: GemmProblem, config: GemmConfig, device: Device) -> Invalid | None:
     """The first rule that forbids this configuration, or None when it is valid."""
-    return _why_not_a_kernel(config, problem.d_dtype, device) or _why_not_for(
-        problem, config, device
-    )
+    return _why_not_a_kernel(problem, config, device) or _why_not_for(problem, config, device)
 
 
-def _why_not_a_kernel(c: GemmConfig, d_dtype: str, device: Device) -> Invalid | None:
+def _why_not_a_kernel(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid | None:
     """Rules of the kernel itself, whatever the problem's sizes."""
     if c.block_m not in BLOCK_MS:
         return Invalid("block_m", f"block_m={c.block_m}: expected one of {BLOCK_MS}")
@@ -271,7 +290,23 @@ def _why_not_a_kernel(c: GemmConfig, d_dtype: str, device: Device) -> Invalid | 
         )
     if rows > 2 * WGMMA_M:
         return Invalid("warpgroup_rows", f"{rows} rows a warpgroup: at most 128")
-    return _why_cluster_invalid(c) or _why_too_large(c, d_dtype, device)
+    invalid = _why_cluster_invalid(c) or _why_too_large(p, c, device)
+    return invalid or (_why_not_grouped(p, c) if p.is_grouped else None)
+
+
+def _why_not_grouped(p: GemmProblem, c: GemmConfig) -> Invalid | None:
+    """Rules of kernels whose tiles are found on the device."""
+    if c.cluster_m > 1 or c.split_k > 1:
+        return Invalid(
+            "grouped_cluster",
+            f"cluster_m={c.cluster_m}, split_k={c.split_k}: kind {p.kind} needs 1 of both",
+        )
+    if p.kind == "contiguous" and GROUP_ALIGNMENT % c.block_m:
+        return Invalid(
+            "group_alignment",
+            f"block_m={c.block_m}: a tile must not cross groups, which start on {GROUP_ALIGNMENT}",
+        )
+    return None
 
 
 def _why_cluster_invalid(c: GemmConfig) -> Invalid | None:
@@ -294,8 +329,8 @@ def _why_cluster_invalid(c: GemmConfig) -> Invalid | None:
     return None
 
 
-def _why_too_large(c: GemmConfig, d_dtype: str, device: Device) -> Invalid | None:
-    r = resources(c, d_dtype)
+def _why_too_large(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid | None:
+    r = resources(c, p.d_dtype, kind=p.kind)
     if c.num_accumulators > 1 and r.num_waves != 1:
         return Invalid(
             "accumulators_waves",
@@ -306,7 +341,7 @@ def _why_too_large(c: GemmConfig, d_dtype: str, device: Device) -> Invalid | Non
         + MATH_OVERHEAD_REGISTERS[c.num_math_warpgroups]
         + WAVE_OVERHEAD_REGISTERS * (r.num_waves - 1)
         + CLUSTER_OVERHEAD_REGISTERS * (c.cluster_size > 1)
-        + FP32_OVERHEAD_REGISTERS * (d_dtype == "fp32")
+        + FP32_OVERHEAD_REGISTERS * (p.d_dtype == "fp32")
     )
     if need > r.math_registers:
         return Invalid(

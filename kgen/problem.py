@@ -10,7 +10,12 @@ from typing import Final
 
 from kgen.errors import UsageError
 
-KINDS: Final = ("dense",)
+#: dense: one matrix product. contiguous: the rows of all groups one after another, each group with
+#: a B of its own. masked: every group has room for as many rows, of which the first few count.
+KINDS: Final = ("dense", "contiguous", "masked")
+GROUPED_KINDS: Final = ("contiguous", "masked")
+#: Rows on which groups start that are told by an expert's number a row.
+GROUP_ALIGNMENT: Final = 128
 D_DTYPES: Final = ("bf16", "fp16", "fp32")
 D_DTYPE_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -37,6 +42,8 @@ class GemmProblem:
     """D[m, n] = A[m, k] · B[n, k]ᵀ with E4M3 operands and FP32 block scales.
 
     A carries a scale per row and 128 columns, B a scale per 128x128 block; D is `d_dtype`.
+    Of the grouped kinds (GROUPED_KINDS) `groups` such products with a B each make one launch, and
+    `m` is the rows of each group, those that are expected where groups differ.
     `num_sms` is an SM budget (0: every SM of the device) and part of the problem, since the
     best kernel for 132 SMs is not the best for 108. Raises UsageError for a field out of range.
     """
@@ -68,6 +75,11 @@ class GemmProblem:
             )
         if self.kind == "dense" and self.groups != 1:
             raise UsageError(f"groups={self.groups}: a dense problem has one group")
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether groups share the launch: a kind of GROUPED_KINDS."""
+        return self.kind in GROUPED_KINDS
 
     @property
     def num_k_blocks(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jinja2
 
-from kgen.config import GemmConfig, resources
+from kgen.config import QUEUE_SLOTS, GemmConfig, resources
 from kgen.errors import RenderError
 from kgen.problem import D_DTYPE_BYTES, GemmProblem
 
@@ -69,7 +69,10 @@ def render(problem: GemmProblem, config: GemmConfig, folder: Path | None = None)
 def _variables(problem: GemmProblem, config: GemmConfig) -> dict[str, Any]:
     variables = {
         **config.to_dict(),
-        **asdict(resources(config, problem.d_dtype)),
+        **asdict(resources(config, problem.d_dtype, kind=problem.kind)),
+        "kind": problem.kind,
+        "is_grouped": problem.is_grouped,
+        "queue_slots": QUEUE_SLOTS,
         "d_dtype": problem.d_dtype,
         "d_bytes": D_DTYPE_BYTES[problem.d_dtype],
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import nsmallest
 from itertools import product
@@ -108,7 +108,7 @@ def leading_configs(problem: GemmProblem, device: Device) -> list[list[GemmConfi
     Enough to name a default: the rest of `valid_configs` are twins of these.
     """
     found = []
-    for tile in _tiles(problem.d_dtype, problem.num_sms, device)[0]:
+    for tile in _tiles(_endless(problem), device)[0]:
         if _why_not_for(problem, tile.config, device):
             continue
         walks = _raster_walks(problem, tile.config, device)
@@ -167,7 +167,7 @@ class _Tile:
 def _walk(
     problem: GemmProblem, device: Device, sass_passes: tuple[str, ...]
 ) -> tuple[tuple[GemmConfig, ...], Counter[str]]:
-    tiles, left_out = _tiles(problem.d_dtype, problem.num_sms, device)
+    tiles, left_out = _tiles(_endless(problem), device)
     finishes = list(product(AXES["baked_dims"], sass_passes))
     points_per_depth = len(finishes) * prod(len(AXES[name]) for name in _FREE_AT_A_DEPTH)
     left_out = Counter({r: points * len(finishes) for r, points in left_out.items()})
@@ -204,10 +204,14 @@ def _walk(
     return tuple(configs), +left_out
 
 
+def _endless(problem: GemmProblem) -> GemmProblem:
+    """A problem of the same class and without end, whose sizes forbid nothing."""
+    return replace(problem, m=2**30, n=2**30, k=2**30, groups=1)
+
+
 @lru_cache(maxsize=16)
-def _tiles(d_dtype: str, num_sms: int, device: Device) -> tuple[tuple[_Tile, ...], Counter[str]]:
-    """Kernels for a problem without end, whose sizes forbid nothing, and what rules forbid."""
-    endless = GemmProblem("dense", 2**30, 2**30, 2**30, d_dtype=d_dtype, num_sms=num_sms)
+def _tiles(endless: GemmProblem, device: Device) -> tuple[tuple[_Tile, ...], Counter[str]]:
+    """Kernels for a problem whose sizes forbid nothing, and what rules forbid."""
     names = [name for name in AXES if name not in FREE_AXES]
     points = prod(len(AXES[name]) for name in _FREE_AT_A_DEPTH)
     left_out: Counter[str] = Counter()
@@ -257,7 +261,7 @@ def _num_sms(p: GemmProblem, device: Device) -> int:
 
 
 def _num_tiles(p: GemmProblem, c: GemmConfig) -> int:
-    return ceil_div(p.m, c.block_m) * ceil_div(p.n, c.block_n)
+    return p.groups * ceil_div(p.m, c.block_m) * ceil_div(p.n, c.block_n)
 
 
 def _depths(p: GemmProblem, tile: _Tile, device: Device) -> list[int]:
@@ -291,7 +295,7 @@ def _raster_walks(p: GemmProblem, c: GemmConfig, device: Device) -> list[dict[st
             walks.append({"raster_along": along, "raster_group": group})
             if group >= blocks[along]:
                 break  # a wider strip is the same strip
-    one_wave = prod(blocks.values()) * c.cluster_size <= _num_sms(p, device)
+    one_wave = p.groups * prod(blocks.values()) * c.cluster_size <= _num_sms(p, device)
     return walks[:1] if one_wave or min(blocks.values()) == 1 else walks
 
 

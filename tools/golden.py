@@ -35,6 +35,11 @@ CASES: dict[str, tuple[GemmConfig, str]] = {
         "fp32",
     ),
 }
+#: The same of grouped kinds.
+GROUPED_CASES: dict[str, tuple[GemmConfig, str]] = {
+    "grouped_contiguous": (GemmConfig(block_n=152), "contiguous"),
+    "grouped_masked": (GemmConfig(block_m=64, num_math_warpgroups=1, cluster_n=2), "masked"),
+}
 
 
 def golden_sources() -> dict[str, str]:
@@ -42,6 +47,10 @@ def golden_sources() -> dict[str, str]:
     sources = {}
     for name, (config, d_dtype) in CASES.items():
         problem = GemmProblem("dense", 512, 2112, 7168, d_dtype=d_dtype)
+        assert why_invalid(problem, config, H200) is None, name
+        sources[f"{name}.cu"] = render(problem, config).text
+    for name, (config, kind) in GROUPED_CASES.items():
+        problem = GemmProblem(kind, 512, 2112, 7168, groups=8)
         assert why_invalid(problem, config, H200) is None, name
         sources[f"{name}.cu"] = render(problem, config).text
     return sources

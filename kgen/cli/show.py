@@ -112,7 +112,7 @@ def choose(problem: GemmProblem, settings: Settings) -> Chosen:
 def _summary(chosen: Chosen, settings: Settings) -> str:
     from kgen.config import grid_size, resources
 
-    derived = resources(chosen.config, chosen.problem.d_dtype)
+    derived = resources(chosen.config, chosen.problem.d_dtype, kind=chosen.problem.kind)
     facts = {
         "problem": str(chosen.problem),
         "configuration": str(chosen.config),

@@ -20,6 +20,7 @@ from kgen.errors import DatabaseError, DriverError, KgenError, LaunchError
 from kgen.problem import GemmProblem
 from kgen.runtime import driver
 from kgen.runtime.counting import counted
+from kgen.runtime.grouped_kernel import KERNELS
 from kgen.runtime.kernel import Kernel
 from kgen.runtime.lookup import Choice, Winner, choose, default_for, read_winners
 from kgen.runtime.stats import Stats
@@ -170,7 +171,7 @@ class Dispatcher:
     def _load(self, problem: GemmProblem, config: GemmConfig) -> Kernel:
         cubin = self._builder.build(problem, config)
         self._stats.add("cache_hits" if cubin.from_cache else "compiles")
-        kernel = Kernel.load(
+        kernel = KERNELS[problem.kind].load(
             cubin.data,
             cubin.entry,
             config,
@@ -193,9 +194,15 @@ class Dispatcher:
         if is_capturing(self.ordinal):
             raise Capturing(
                 f"[{problem}] has no loaded kernel yet, and a CUDA graph is being captured, which "
-                "forbids loading one: before the capture, run the same call once, or "
-                f"kgen.runtime.gemm.warm_up(m={problem.m}, n={problem.n}, k={problem.k}, ...)"
+                f"forbids loading one: before the capture, {_how_to_warm(problem)}"
             )
+
+
+def _how_to_warm(problem: GemmProblem) -> str:
+    if problem.is_grouped:
+        return "run the same call once"
+    sizes = f"m={problem.m}, n={problem.n}, k={problem.k}"
+    return f"run the same call once, or kgen.runtime.gemm.warm_up({sizes}, ...)"
 
 
 class Capturing(LaunchError):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
@@ -21,12 +21,20 @@ from torch.compiler import is_dynamo_compiling
 
 from kgen.device import Device
 from kgen.errors import KgenError, UnsupportedInput, UsageError
+from kgen.problem import GemmProblem
 from kgen.quant import per_block_cast_to_fp8, per_token_cast_to_fp8
 from kgen.reference import D_DTYPE_NAMES, gemm_reference_into
-from kgen.runtime import ops
+from kgen.runtime import grouped, ops
 from kgen.runtime.copies import copy_reasons, is_worth_turning, run_with_copies
 from kgen.runtime.counting import count_reference
 from kgen.runtime.dispatch import Dispatcher, Plan, StoredBuilder, raise_if_final
+from kgen.runtime.grouped import (
+    get_m_alignment_for_contiguous_layout,
+    m_grouped_gemm_fp8_fp8_bf16_nt_contiguous,
+    m_grouped_gemm_fp8_fp8_bf16_nt_masked,
+    m_grouped_gemm_fp8_nt_contiguous,
+    m_grouped_gemm_fp8_nt_masked,
+)
 from kgen.runtime.guard import Same, count_write, layout_of, same_as
 from kgen.runtime.kernel import Launch, current_device, current_stream
 from kgen.runtime.operands import Inputs, Sizes, check, unpack
@@ -40,8 +48,13 @@ __all__ = [
     "gemm_fp8_fp8_bf16_nt",
     "gemm_fp8_nt",
     "get_col_major_tma_aligned_tensor",
+    "get_m_alignment_for_contiguous_layout",
     "get_num_sms",
     "last_path",
+    "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous",
+    "m_grouped_gemm_fp8_fp8_bf16_nt_masked",
+    "m_grouped_gemm_fp8_nt_contiguous",
+    "m_grouped_gemm_fp8_nt_masked",
     "missed_shapes",
     "mm_fp8_nt",
     "per_block_cast_to_fp8",
@@ -248,6 +261,7 @@ def reload() -> None:
     with _lock:
         _dispatchers.clear()
         _prepared.clear()
+        grouped.forget()
     RECORDER.reopen()
 
 
@@ -309,17 +323,22 @@ def _first_call(x: Inputs, key: tuple[Any, ...], ready: _Ready | None) -> None:
         _state.path = "kernel with copies" if reasons else "kernel"
         return
     launch = plan.kernel.prepare(x.a, x.sfa, x.b, x.sfb, x.out, _budget(plan.kernel.device))
-    _stats.add("prepared")
-    ready = _Ready(same_as(tensors), layout_of(tensors), ordinal, launch)
+    ready = _ready(tensors, ordinal, launch)
     _remember(key, ready)
     _run(ready, x.out)
 
 
 def _plan(ordinal: int, sizes: Sizes) -> Plan:
+    return _plan_of(ordinal, sizes.problem)[0]
+
+
+def _plan_of(ordinal: int, problem: Callable[[int], GemmProblem]) -> tuple[Plan, int]:
+    """How the problem that there is under a budget of SMs is answered, and that budget."""
     dispatcher = _dispatchers.get(ordinal) or _make_dispatcher(ordinal)
     if isinstance(dispatcher, str):
-        return Plan(None, None, dispatcher)
-    return dispatcher.plan(sizes.problem(_budget(dispatcher.device)))
+        return Plan(None, None, dispatcher), 0
+    num_sms = _budget(dispatcher.device)
+    return dispatcher.plan(problem(num_sms)), num_sms
 
 
 def _make_dispatcher(ordinal: int) -> Dispatcher | str:
@@ -340,14 +359,17 @@ def _make_dispatcher(ordinal: int) -> Dispatcher | str:
 def _refer(x: Inputs, reason: str) -> None:
     """The reference answers: by design without a `reason`, else because no kernel could."""
     if reason:
-        _stats.add_reason("fallbacks", reason)
-        _stats.warn_once(
-            f"fallback {reason}",
-            f"kgen answers with the slow reference on {x.a.device}, because {reason}",
-        )
+        _fall_back(x.a.device, reason)
     with torch.no_grad():
         gemm_reference_into(x.out, x.a, x.sfa, x.b, x.sfb)
     _state.path = "reference"
+
+
+def _fall_back(device: torch.device, reason: str) -> None:
+    _stats.add_reason("fallbacks", reason)
+    _stats.warn_once(
+        f"fallback {reason}", f"kgen answers with the slow reference on {device}, because {reason}"
+    )
 
 
 def _budget(device: Device) -> int:
@@ -390,7 +412,29 @@ def _after_fork() -> None:
     _stats.after_fork()
     _dispatchers.clear()
     _prepared.clear()
+    grouped.forget()
+
+
+def _ready(tensors: tuple[torch.Tensor, ...], ordinal: int, launch: Launch) -> _Ready:
+    _stats.add("prepared")
+    return _Ready(same_as(tensors), layout_of(tensors), ordinal, launch)
+
+
+def _set_path(path: str) -> None:
+    _state.path = path
 
 
 os.register_at_fork(after_in_child=_after_fork)
 ops.register(gemm_fp8_nt)
+grouped.attach(
+    grouped.Host(
+        hopper_ordinal=lambda device: _hopper_ordinal(device),  # noqa: PLW0108, tests replace it
+        plan=_plan_of,
+        budget=lambda: _Budget.num_sms,
+        ready=_ready,
+        run=_run,
+        count_turned=lambda: _stats.add_reason("copies", "a_scales: row-major"),
+        fall_back=_fall_back,
+        set_path=_set_path,
+    )
+)

@@ -11,7 +11,7 @@ import ctypes
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import ClassVar, Final, Self
 
 import torch
 
@@ -209,6 +209,9 @@ class Launch:
 class Kernel:
     """A cubin loaded on one device, for every M of its problem class."""
 
+    #: The kind of problem; kernels of grouped kinds are made in `kgen.runtime.grouped_kernel`.
+    kind: ClassVar[str] = "dense"
+
     def __init__(
         self,
         handles: tuple[int, int],
@@ -224,7 +227,7 @@ class Kernel:
         self.config = config
         self.d_dtype = d_dtype
         self.ordinal = ordinal
-        self.resources = resources(config, d_dtype)
+        self.resources = resources(config, d_dtype, kind=self.kind)
         self.device = driver.device_facts(ordinal)
         size = config.cluster_size
         if size > 1:
@@ -243,13 +246,13 @@ class Kernel:
         d_dtype: str,
         ordinal: int,
         made_by: str = "",
-    ) -> Kernel:
+    ) -> Self:
         """Load a cubin on `cuda:ordinal`. `made_by` names the compiler in messages.
 
         Raises LaunchError when the driver refuses the image or its resources, DriverError with
         `fatal` when the context is lost.
         """
-        smem_bytes = resources(config, d_dtype).smem_bytes
+        smem_bytes = resources(config, d_dtype, kind=cls.kind).smem_bytes
         try:
             handles = driver.load_function(cubin, entry, smem_bytes, ordinal)
             return cls(handles, entry, config, d_dtype=d_dtype, ordinal=ordinal)

@@ -58,7 +58,7 @@ def register(gemm: Gemm) -> None:
         library.define(name + schema)
         for key in ("CPU", "CUDA"):
             library.impl(name, kernels[name], key)
-        library.impl(name, _without_gradient(name), "Autograd")
+        library.impl(name, without_gradient(name), "Autograd")
         torch.library.register_fake(f"kgen::{name}", _FAKES[name], lib=library)
 
 
@@ -69,10 +69,11 @@ def call_gemm(x: Inputs) -> None:
 
 def stand_for_others(x: Inputs) -> bool:
     """Whether PyTorch must see the call: a tracer's tensors, or subclasses that wrap tensors."""
-    return any(_stands_for_another(tensor) for tensor in x.tensors())
+    return any(stands_for_another(tensor) for tensor in x.tensors())
 
 
-def _stands_for_another(x: Tensor) -> bool:
+def stands_for_another(x: Tensor) -> bool:
+    """Whether PyTorch must see what is done with a tensor."""
     return type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
@@ -81,7 +82,7 @@ def get_col_major_tma_aligned_tensor(x: Tensor) -> Tensor:
 
     There the copy is always made: a compiler knows no addresses.
     """
-    if torch.compiler.is_compiling() or (isinstance(x, Tensor) and _stands_for_another(x)):
+    if torch.compiler.is_compiling() or (isinstance(x, Tensor) and stands_for_another(x)):
         copy: Tensor = torch.ops.kgen.get_col_major_tma_aligned_tensor(x)
         return copy
     return quant.get_col_major_tma_aligned_tensor(x)
@@ -109,7 +110,7 @@ def _allocating(gemm: Gemm) -> Callable[..., Tensor]:
     return mm_fp8_nt
 
 
-def _without_gradient(name: str) -> Callable[..., Any]:
+def without_gradient(name: str) -> Callable[..., Any]:
     """The operator's kernel for autograd: refuses what requires a gradient, passes on the rest."""
 
     full_name, operator = f"kgen::{name}", getattr(torch.ops.kgen, name).default
