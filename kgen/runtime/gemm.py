@@ -13,7 +13,6 @@ import os
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, Final
 
 import torch
@@ -21,12 +20,18 @@ from torch.compiler import is_dynamo_compiling
 
 from kgen.device import Device
 from kgen.errors import KgenError, UnsupportedInput, UsageError
-from kgen.quant import per_block_cast_to_fp8, per_token_cast_to_fp8
 from kgen.reference import D_DTYPE_NAMES, gemm_reference_into
 from kgen.runtime import ops
+from kgen.runtime.casts import per_block_cast_to_fp8, per_token_cast_to_fp8
 from kgen.runtime.copies import copy_reasons, is_worth_turning, run_with_copies
 from kgen.runtime.counting import count_reference
-from kgen.runtime.dispatch import Dispatcher, Plan, StoredBuilder, raise_if_final
+from kgen.runtime.dispatch import (
+    Dispatcher,
+    Plan,
+    StoredBuilder,
+    hopper_ordinal,
+    raise_if_final,
+)
 from kgen.runtime.guard import Same, count_write, layout_of, same_as
 from kgen.runtime.kernel import Launch, current_device, current_stream
 from kgen.runtime.operands import Inputs, Sizes, check, unpack
@@ -232,7 +237,7 @@ def plan_for(
     """
     _check_out_dtype(out_dtype)
     torch_device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    ordinal = _hopper_ordinal(torch_device)
+    ordinal = hopper_ordinal(torch_device)
     if ordinal is None or min(m, n, k) < 1:
         return None
     return _plan(ordinal, Sizes(m, n, k, D_DTYPE_NAMES[out_dtype]))
@@ -295,7 +300,7 @@ def _first_call(x: Inputs, key: tuple[Any, ...], ready: _Ready | None) -> None:
             x.out.zero_()
         _state.path = "empty"
         return
-    ordinal = _hopper_ordinal(x.a.device)
+    ordinal = hopper_ordinal(x.a.device)
     plan = None if ordinal is None else _plan(ordinal, sizes)
     if ordinal is None or plan is None or plan.kernel is None:
         count_reference(sizes, _Budget.num_sms)
@@ -362,19 +367,6 @@ def _remember(key: tuple[Any, ...], ready: _Ready) -> None:
 
 
 # ------------------------------------------------------------------------------- devices
-
-
-def _hopper_ordinal(device: torch.device) -> int | None:
-    """The CUDA ordinal of a Hopper GPU; None for a CPU or a GPU that no kernel is made for."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return None
-    ordinal = torch.cuda.current_device() if device.index is None else device.index
-    return ordinal if _is_hopper(ordinal) else None
-
-
-@cache
-def _is_hopper(ordinal: int) -> bool:
-    return torch.cuda.get_device_capability(ordinal) == (9, 0)
 
 
 def _device_sms() -> int:
