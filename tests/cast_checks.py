@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
-from kgen.runtime.cast_options import CastOptions
+from kgen.runtime.cast_options import CastOptions, CastResult
 from kgen.runtime.casts import run_cast
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -45,16 +46,20 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same(
-    found: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None], what: object = ""
+    found: Sequence[torch.Tensor | None],
+    expected: Sequence[torch.Tensor | None],
+    what: object = "",
+    *,
+    layout: bool = True,
 ) -> None:
-    """Same results asked for, same shapes and strides, same bits."""
+    """Same results asked for, same shapes and (with `layout`) strides, same bits."""
     assert len(found) == len(expected)
     for i, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert (one is None) == (other is None), (what, i)
         if one is None or other is None:
             continue
         assert one.shape == other.shape, (what, i)
-        assert strides(one) == strides(other), (what, i)
+        assert not layout or strides(one) == strides(other), (what, i)
         wrong = (bits(one) != bits(other)).nonzero()
         assert not wrong.numel(), f"{what}: result {i}, {len(wrong)} differ, first {wrong[0]}"
 
@@ -66,9 +71,66 @@ def strides(x: torch.Tensor) -> list[int]:
 
 def check_cast(x: torch.Tensor, options: CastOptions) -> None:
     """What answers on x's device gives the reference's bits, on a CPU: the reference of all."""
-    expected = [None if t is None else t.to(x.device) for t in options.reference(x.cpu())]
-    found = run_cast(x, options)
-    for one, other in zip(found, expected, strict=True):
-        if one is not None and other is not None and one.device.type == "cuda":
-            assert strides(one) == strides(other)
-    assert_same(found, expected, (options, tuple(x.shape), x.dtype))
+    found, expected = run_cast(x, options), options.reference(x.cpu())
+    what = (options, tuple(x.shape), x.dtype)
+    for one, other in zip(found, options.allocate(x.cpu()), strict=True):
+        assert one is None or other is None or strides(one) == strides(other), what
+    on_cpu = [None if one is None else one.cpu() for one in found]
+    assert_same(on_cpu, expected, what, layout=False)
+
+
+GUARD = 0x5A
+_GUARD_BYTES = 512
+
+
+class GuardedOptions(CastOptions):
+    """Options whose results lie between bytes that nobody may write."""
+
+    buffers: ClassVar[list[tuple[torch.Tensor, torch.Tensor]]] = []
+
+    def allocate(self, x: torch.Tensor) -> CastResult:
+        """As CastOptions.allocate, with guards; `amax`, a scalar, excepted."""
+        plain = super().allocate(x)
+        return plain._replace(
+            **{
+                name: self._guard(tensor)
+                for name, tensor in plain._asdict().items()
+                if tensor is not None and tensor.dim()
+            }
+        )
+
+    def _guard(self, like: torch.Tensor) -> torch.Tensor:
+        buffer, view = guarded(like)
+        self.buffers.append((buffer, view))
+        return view
+
+
+def guarded(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A buffer of guard bytes, and in it a view of the shape, type and strides of `like`."""
+    size = like.element_size()
+    pairs = zip(like.shape, like.stride(), strict=True)
+    span = size * (1 + sum(max(n - 1, 0) * step for n, step in pairs))
+    size_of_all = span + 2 * _GUARD_BYTES
+    buffer = torch.full((size_of_all,), GUARD, dtype=torch.uint8, device=like.device)
+    offset = _GUARD_BYTES // size
+    return buffer, buffer.view(like.dtype).as_strided(like.shape, like.stride(), offset)
+
+
+def written_outside(buffer: torch.Tensor, view: torch.Tensor) -> int:
+    """Bytes of a guarded buffer outside the view that changed; the view's values are lost."""
+    size = view.element_size()
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[size]
+    whole = buffer.view(kind)
+    filler = int.from_bytes(bytes([GUARD] * size), "little", signed=False)
+    whole.as_strided(view.shape, view.stride(), _GUARD_BYTES // size).fill_(filler)
+    return int((buffer != GUARD).sum())
+
+
+def check_guards(x: torch.Tensor, options: CastOptions) -> None:
+    """Nothing is written beside the results, nor between columns of aligned scales."""
+    GuardedOptions.buffers.clear()
+    run_cast(x, GuardedOptions(**vars(options)))
+    assert GuardedOptions.buffers
+    for buffer, view in GuardedOptions.buffers:
+        assert written_outside(buffer, view) == 0, (options, tuple(x.shape), tuple(view.shape))
+    GuardedOptions.buffers.clear()

@@ -29,6 +29,7 @@ from tests.cast_checks import (
     awkward,
     bits,
     check_cast,
+    check_guards,
     random,
 )
 from tests.toolchain.emulated.run import COMPILER, EmulatedKernels
@@ -108,6 +109,17 @@ def test_casts_of_rows_alone(
         check_cast(x, CastOptions(recipe, "normal"))
         check_cast(x, CastOptions(recipe, "normal", True, True, True, E5M2))
     check_cast(awkward(33, 100, FP32), CastOptions(recipe, "normal", row_major_scales=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_nothing_is_written_beside_the_results(
+    recipe: str, on: Callable[[Any], None], emulated: EmulatedKernels
+) -> None:
+    on(emulated)
+    for m, k in ((130, 272), (1, 8)):
+        check_guards(random(m, k, BF16), CastOptions(recipe, "both", amax=True))
+    if recipe in ("token", "row"):
+        check_guards(random(37, 272, BF16), CastOptions(recipe))
 
 
 def test_strided_rows(on: Callable[[Any], None], emulated: EmulatedKernels) -> None:
