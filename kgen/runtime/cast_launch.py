@@ -7,20 +7,22 @@ kgen/templates/casts/args.cuh declares alike. Must not import search, verify or 
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
 import torch
 
 from kgen.errors import UnsupportedInput
-from kgen.problem import MAX_EXTENT, SCALE_BLOCK, ceil_div
+from kgen.problem import MAX_EXTENT, SCALE_BLOCK, TMA_ALIGN_BYTES, ceil_div
 from kgen.quant import E4M3
 from kgen.reference import D_DTYPE_NAMES
 from kgen.runtime.cast_options import CastOptions, CastResult
-from kgen.runtime.plain import KERNELS, Spec
+from kgen.runtime.plain import KERNELS, PlainKernel, Spec
 
-#: CastArgs of kgen/templates/casts/args.cuh.
-_ARGS: Final = struct.Struct("<10Q10q4I")
+#: The halves of CastArgs of kgen/templates/casts/args.cuh.
+_ADDRESSES: Final = struct.Struct("<10Q")
+_TAIL: Final = struct.Struct("<10q4I")
 _OUT_TYPES: Final = {E4M3: "e4m3", torch.float8_e5m2: "e5m2"}
 #: Which elements share a scale: of the normal result, and of the transposed one, seen from x.
 _KINDS: Final = {
@@ -37,27 +39,54 @@ _ROWS_TILE: Final = (32, 256)
 MAX_GROUPS: Final = 1024
 #: CTAs an SM that walk over what is there, where the host does not know how much that is.
 _WALKERS: Final = 4
+#: Layouts remembered; a forgotten one is only worked out again.
+_MAX_PLANS: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What stays the same for tensors of one layout: kernels, CTAs, the end of CastArgs, and how
+    many floats the passes hand over."""
+
+    kernels: list[PlainKernel]
+    grid: int
+    tail: bytes
+    work: int
 
 
 def launch_cast(x: torch.Tensor, options: CastOptions) -> CastResult | None:
     """Cast x, which is not empty, into new memory; None where there is no kernel."""
     x = with_adjacent_columns(x)
+    key = x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TMA_ALIGN_BYTES, options
+    plan = KERNELS.plans.get(key)
+    result = None
+    if plan is None:
+        found = _kernels_for(x, options)
+        if found is None:
+            return None
+        result = options.allocate(x)
+        plan = _plan(x, options, result, found)
+        if len(KERNELS.plans) >= _MAX_PLANS:
+            KERNELS.plans.clear()
+        KERNELS.plans[key] = plan
+    result = result or options.allocate(x)
+    work = x.new_zeros(plan.work, dtype=torch.float32) if plan.work else None
+    args = _addresses(x, result, work) + plan.tail
+    for kernel in plan.kernels:
+        kernel.launch(plan.grid, args)
+    if options.amax and work is not None:
+        return result._replace(amax=work[-1])
+    return result
+
+
+def _kernels_for(x: torch.Tensor, options: CastOptions) -> list[PlainKernel] | None:
     m, k = x.shape
     vector = is_vectorised(x, k)
     choice = (D_DTYPE_NAMES[x.dtype], _OUT_TYPES[options.dtype], vector, options.pow2_scales)
-    if not options.transposed and options.recipe in ("token", "row"):
-        by_row = options.recipe == "row"
-        spec = (
-            _row_spec(*choice, options.amax, _row_threads(k))
-            if by_row
-            else _rows_spec(*choice, options.amax)
-        )
-        kernels = KERNELS.find(x.device, spec)
-        if kernels is None:
-            return None
-        result = options.allocate(x)
-        kernels[0].launch(m if by_row else _row_tiles(m, k), _pack(x, result))
-        return result
+    if _is_by_row(options):
+        if options.recipe == "row":
+            return KERNELS.find(x.device, _row_spec(*choice, options.amax, _row_threads(k)))
+        return KERNELS.find(x.device, _rows_spec(*choice, options.amax))
     first = options.recipe in _GLOBAL
     kinds = _KINDS[options.recipe]
     want_amax = options.amax or options.recipe == "tensor"
@@ -65,18 +94,24 @@ def launch_cast(x: torch.Tensor, options: CastOptions) -> CastResult | None:
     specs = [_tile_spec(*choice, "cast", first, want_amax and not first, *parts)]
     if first:
         specs.insert(0, _tile_spec(*choice, "amax", first, want_amax, *parts))
-    kernels = KERNELS.find(x.device, *specs)
-    if kernels is None:
-        return None
-    result = options.allocate(x)
-    # Of every row, then of every column, then of all.
-    work = x.new_zeros(m + k + 1, dtype=torch.float32) if first else None
-    args = _pack(x, result, work)
-    for kernel in kernels:
-        kernel.launch(ceil_div(m, SCALE_BLOCK) * ceil_div(k, SCALE_BLOCK), args)
-    if options.amax and work is not None:
-        return result._replace(amax=work[m + k])
-    return result
+    return KERNELS.find(x.device, *specs)
+
+
+def _is_by_row(options: CastOptions) -> bool:
+    """Whether no tiles are needed: a row's scales depend on the row alone."""
+    return not options.transposed and options.recipe in ("token", "row")
+
+
+def _plan(
+    x: torch.Tensor, options: CastOptions, result: CastResult, kernels: list[PlainKernel]
+) -> _Plan:
+    m, k = x.shape
+    grid, work = ceil_div(m, SCALE_BLOCK) * ceil_div(k, SCALE_BLOCK), 0
+    if _is_by_row(options):
+        grid = m if options.recipe == "row" else _row_tiles(m, k)
+    elif options.recipe in _GLOBAL:
+        work = m + k + 1  # amax of every row, then of every column, then of all
+    return _Plan(kernels, grid, _tail(x, result), work)
 
 
 def launch_rows(
@@ -117,29 +152,42 @@ def launch_rows(
     if masked_m is not None:
         grid = min(grid, KERNELS.num_sms(x.device) * _WALKERS)
     result = CastResult(values, scales, None, None, None)
-    kernels[0].launch(grid, _pack(x, result, rows=rows, counts=masked_m))
+    args = _addresses(x, result, None, rows, masked_m) + _tail(x, result)
+    kernels[0].launch(grid, args)
     return True
 
 
-def _pack(
+def _addresses(
     x: torch.Tensor,
     result: CastResult,
     work: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
 ) -> bytes:
-    """CastArgs. `work`: amax of rows, columns and all."""
+    """The first half of CastArgs. `work`: amax of rows, columns and all."""
+    of_rows = of_columns = of_all = 0
+    if work is not None:
+        of_rows = work.data_ptr()
+        of_columns = of_rows + 4 * x.shape[0]
+        of_all = of_columns + 4 * x.shape[1]
     values, scales, values_t, scales_t, amax = result
-    m, k = x.shape[-2:]
-    of_rows = work.data_ptr() if work is not None else 0
-    addresses = (
-        *(_address(t) for t in (x, values, scales, values_t, scales_t)),
-        of_rows + 4 * (m + k) if work is not None else _address(amax),
+    return _ADDRESSES.pack(
+        x.data_ptr(),
+        0 if values is None else values.data_ptr(),
+        0 if scales is None else scales.data_ptr(),
+        0 if values_t is None else values_t.data_ptr(),
+        0 if scales_t is None else scales_t.data_ptr(),
+        of_all if amax is None or work is not None else amax.data_ptr(),
         of_rows,
-        of_rows + 4 * m,
-        _address(rows),
-        _address(counts),
+        of_columns,
+        0 if rows is None else rows.data_ptr(),
+        0 if counts is None else counts.data_ptr(),
     )
+
+
+def _tail(x: torch.Tensor, result: CastResult) -> bytes:
+    """The second half of CastArgs: strides and sizes."""
+    values, scales, values_t, scales_t, _ = result
     strides = (
         x.stride(-2),
         values.stride(-2) if values is not None else 0,
@@ -149,13 +197,8 @@ def _pack(
         *(t.stride(0) if t is not None and t.dim() == 3 else 0 for t in (x, values, scales)),
     )
     groups = x.shape[0] if x.dim() == 3 else 1
-    if values is not None:  # of a SwiGLU, of a gather
-        m, k = values.shape[-2:]
-    return _ARGS.pack(*addresses, *strides, m, k, x.shape[-2], groups)
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+    m, k = (x if values is None else values).shape[-2:]  # values': of a SwiGLU, of a gather
+    return _TAIL.pack(*strides, m, k, x.shape[-2], groups)
 
 
 def _row_tiles(m: int, k: int) -> int:

@@ -88,8 +88,10 @@ class PlainKernels:
         self._kernels: dict[tuple[int, Spec], PlainKernel | None] = {}
         #: Why kernels could not be had, so that references answer instead.
         self.failures: list[str] = []
+        #: What callers keep beside their kernels; it goes when those go.
+        self.plans: dict[Any, Any] = {}
 
-    def find(self, device: torch.device, *specs: Spec) -> list[Any] | None:
+    def find(self, device: torch.device, *specs: Spec) -> list[PlainKernel] | None:
         """The kernels for tensors on a device; None where the reference must answer.
 
         Raises LaunchError when one would have to be loaded while a CUDA graph is captured,
@@ -118,6 +120,7 @@ class PlainKernels:
         self._lock = threading.Lock()
         self._kernels.clear()
         self.failures.clear()
+        self.plans.clear()
         self._builder = builder
         self._stats.after_fork()
 

@@ -169,6 +169,7 @@ class Recording:
     def __init__(self) -> None:
         self.specs: list[Spec] = []
         self.calls: list[tuple[int, bytes]] = []
+        self.plans: dict[Any, Any] = {}
 
     def find(self, device: torch.device, *specs: Spec) -> list[Recording]:
         self.specs += specs
@@ -242,10 +243,15 @@ def test_a_masked_cast_starts_no_more_than_the_device_holds(recorded: Recording)
     assert [grid for grid, _ in recorded.calls] == [132 * 4, 2 * 8]
 
 
-def test_kernels_are_made_once_a_choice(recorded: Recording) -> None:
-    for m in (3, 5):
+def test_kernels_are_made_once_a_choice_and_looked_up_once_a_layout(recorded: Recording) -> None:
+    for m in (3, 5, 3):
         c.run_cast(random(m, 256, BF16), CastOptions())
+    assert len(recorded.specs) == 2
     assert recorded.specs[0] is recorded.specs[1]
+    assert recorded.calls[0][1][80:] == recorded.calls[2][1][80:]
+    shifted = random(3, 257, BF16).view(-1)[1:769].view(3, 256)
+    c.run_cast(shifted, CastOptions())
+    assert recorded.specs[2].variables["vector"] is False
 
 
 def test_sources_name_their_choices() -> None:

@@ -52,6 +52,7 @@ class EmulatedKernels:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._kernels: dict[Spec, EmulatedKernel] = {}
+        self.plans: dict[Any, Any] = {}
 
     def find(self, device: torch.device, *specs: Spec) -> list[Any]:
         """Every kernel there is."""
