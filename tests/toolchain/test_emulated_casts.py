@@ -1,6 +1,6 @@
 """The casting and gathering kernels, run on the CPU by an emulation, give the references' bits.
 
-`emulated/cuda_on_cpu.h` takes the place of PTX; everything else is the source that NVRTC gets. The
+emulated/cuda_on_cpu.h takes the place of PTX; everything else is the source that NVRTC gets. The
 GPU tests make the same comparisons on a GPU.
 """
 
