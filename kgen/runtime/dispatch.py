@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
@@ -27,7 +28,8 @@ from kgen.runtime.stats import Stats
 from kgen.settings import Settings
 
 if TYPE_CHECKING:
-    from kgen.build import Cubin
+    from kgen.build import Cubin, PlainCubin
+    from kgen.render import PlainSource
 
 #: Problems remembered. A server sees many M; a forgotten one is looked up in memory again.
 _MAX_PLANS: Final = 1 << 16
@@ -217,6 +219,19 @@ def is_capturing(ordinal: int) -> bool:
         return bool(torch.cuda.is_current_stream_capturing())
 
 
+def hopper_ordinal(device: torch.device) -> int | None:
+    """The CUDA ordinal of a Hopper GPU; None for a CPU or a GPU that no kernel is made for."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    ordinal = torch.cuda.current_device() if device.index is None else device.index
+    return ordinal if _is_hopper(ordinal) else None
+
+
+@cache
+def _is_hopper(ordinal: int) -> bool:
+    return torch.cuda.get_device_capability(ordinal) == (9, 0)
+
+
 def raise_if_final(error: KgenError) -> None:
     """A lost context and a capture are the caller's to know; the rest has a fallback."""
     if isinstance(error, Capturing) or (isinstance(error, DriverError) and error.fatal):
@@ -253,3 +268,9 @@ class StoredBuilder:
         from kgen.build import build
 
         return build(problem, config, self._compiler, self._store, self._timeout_s)
+
+    def build_plain(self, source: PlainSource) -> PlainCubin:
+        """The cubin of a kernel beside the GEMM; raises a KgenError."""
+        from kgen.build import build_plain
+
+        return build_plain(source, self._compiler, self._store, self._timeout_s)

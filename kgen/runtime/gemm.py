@@ -13,7 +13,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, Final
 
 import torch
@@ -22,12 +21,18 @@ from torch.compiler import is_dynamo_compiling
 from kgen.device import Device
 from kgen.errors import KgenError, UnsupportedInput, UsageError
 from kgen.problem import GemmProblem
-from kgen.quant import per_block_cast_to_fp8, per_token_cast_to_fp8
 from kgen.reference import D_DTYPE_NAMES, gemm_reference_into
 from kgen.runtime import grouped, ops
+from kgen.runtime.casts import per_block_cast_to_fp8, per_token_cast_to_fp8
 from kgen.runtime.copies import copy_reasons, is_worth_turning, run_with_copies
 from kgen.runtime.counting import count_reference
-from kgen.runtime.dispatch import Dispatcher, Plan, StoredBuilder, raise_if_final
+from kgen.runtime.dispatch import (
+    Dispatcher,
+    Plan,
+    StoredBuilder,
+    hopper_ordinal,
+    raise_if_final,
+)
 from kgen.runtime.grouped import (
     get_m_alignment_for_contiguous_layout,
     m_grouped_gemm_fp8_fp8_bf16_nt_contiguous,
@@ -245,7 +250,7 @@ def plan_for(
     """
     _check_out_dtype(out_dtype)
     torch_device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    ordinal = _hopper_ordinal(torch_device)
+    ordinal = hopper_ordinal(torch_device)
     if ordinal is None or min(m, n, k) < 1:
         return None
     return _plan(ordinal, Sizes(m, n, k, D_DTYPE_NAMES[out_dtype]))
@@ -309,7 +314,7 @@ def _first_call(x: Inputs, key: tuple[Any, ...], ready: _Ready | None) -> None:
             x.out.zero_()
         _state.path = "empty"
         return
-    ordinal = _hopper_ordinal(x.a.device)
+    ordinal = hopper_ordinal(x.a.device)
     plan = None if ordinal is None else _plan(ordinal, sizes)
     if ordinal is None or plan is None or plan.kernel is None:
         count_reference(sizes, _Budget.num_sms)
@@ -386,19 +391,6 @@ def _remember(key: tuple[Any, ...], ready: _Ready) -> None:
 # ------------------------------------------------------------------------------- devices
 
 
-def _hopper_ordinal(device: torch.device) -> int | None:
-    """The CUDA ordinal of a Hopper GPU; None for a CPU or a GPU that no kernel is made for."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return None
-    ordinal = torch.cuda.current_device() if device.index is None else device.index
-    return ordinal if _is_hopper(ordinal) else None
-
-
-@cache
-def _is_hopper(ordinal: int) -> bool:
-    return torch.cuda.get_device_capability(ordinal) == (9, 0)
-
-
 def _device_sms() -> int:
     if not torch.cuda.is_available():
         return 0
@@ -428,7 +420,7 @@ os.register_at_fork(after_in_child=_after_fork)
 ops.register(gemm_fp8_nt)
 grouped.attach(
     grouped.Host(
-        hopper_ordinal=lambda device: _hopper_ordinal(device),  # noqa: PLW0108, tests replace it
+        hopper_ordinal=lambda device: hopper_ordinal(device),  # noqa: PLW0108, tests replace it
         plan=_plan_of,
         budget=lambda: _Budget.num_sms,
         ready=_ready,

@@ -2,39 +2,49 @@
 
     gemm_fp8_nt(a, a_scales, b, b_scales, Tensor(a!) out) -> ()
     mm_fp8_nt(a, a_scales, b, b_scales, ScalarType out_dtype) -> Tensor
-    per_token_cast_to_fp8(x) -> (Tensor, Tensor)
-    per_block_cast_to_fp8(x) -> (Tensor, Tensor)
+    per_token_cast_to_fp8(x, pow2_scales=False, row_major_scales=False) -> (Tensor, Tensor)
+    per_block_cast_to_fp8(x, pow2_scales=False) -> (Tensor, Tensor)
+    cast_to_fp8(x, recipe, direction, amax, pow2_scales, row_major_scales, dtype) -> Tensor[]
     get_col_major_tma_aligned_tensor(x) -> Tensor, always a copy
 
-Shapes and types as in the functions of the same names in `kgen.runtime.gemm` and `kgen.quant`.
-Takes the function that runs a GEMM; gives the operators, with stand-in implementations in which
-every size may be symbolic. Imports torch, quant and operands; touches no GPU.
+Shapes and types as in the functions of the same names in `kgen.runtime.gemm` and
+`kgen.runtime.casts`; `cast_to_fp8` leaves out of its list what was not asked for. Takes the
+functions that run a GEMM and a cast; gives the operators, with stand-in implementations in which
+every size may be symbolic. Imports torch, quant, operands and cast_options; touches no GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
 
 from kgen import quant
 from kgen.errors import UnsupportedInput
-from kgen.problem import SCALE_BLOCK, ceil_div
 from kgen.quant import E4M3
 from kgen.reference import D_DTYPE_NAMES
+from kgen.runtime.cast_options import CastOptions, CastResult
 from kgen.runtime.operands import Inputs
 
 Tensor = torch.Tensor
 Pair = tuple[Tensor, Tensor]
 Gemm = Callable[[Pair, Pair, Tensor], None]
+Cast = Callable[[Tensor, CastOptions], CastResult]
 
 _OPERANDS: Final = "Tensor a, Tensor a_scales, Tensor b, Tensor b_scales"
 _SCHEMAS: Final = {
     "gemm_fp8_nt": f"({_OPERANDS}, Tensor(a!) out) -> ()",
     "mm_fp8_nt": f"({_OPERANDS}, ScalarType out_dtype) -> Tensor",
-    "per_token_cast_to_fp8": "(Tensor x) -> (Tensor, Tensor)",
-    "per_block_cast_to_fp8": "(Tensor x) -> (Tensor, Tensor)",
+    "per_token_cast_to_fp8": (
+        "(Tensor x, bool pow2_scales=False, bool row_major_scales=False) -> (Tensor, Tensor)"
+    ),
+    "per_block_cast_to_fp8": "(Tensor x, bool pow2_scales=False) -> (Tensor, Tensor)",
+    "cast_to_fp8": (
+        "(Tensor x, str recipe, str direction, bool amax, bool pow2_scales, "
+        "bool row_major_scales, ScalarType dtype) -> Tensor[]"
+    ),
     "get_col_major_tma_aligned_tensor": "(Tensor x) -> Tensor",
 }
 #: Keeps the registrations alive, also if this module is loaded again: they end with their Library.
@@ -42,22 +52,31 @@ _libraries: list[torch.library.Library] = globals().get("_libraries", [])
 
 
 def register(gemm: Gemm) -> None:
-    """Define the operators, once a process; `gemm((a, a_scales), (b, b_scales), out)` runs one."""
-    if hasattr(torch.ops.kgen, "gemm_fp8_nt"):
+    """Define the GEMM's operators, once a process; `gemm((a, a_scales), (b, b_scales), out)` runs
+    one."""
+    _define(
+        {
+            "gemm_fp8_nt": lambda a, sfa, b, sfb, out: gemm((a, sfa), (b, sfb), out),
+            "mm_fp8_nt": _allocating(gemm),
+            "get_col_major_tma_aligned_tensor": quant.col_major_tma_aligned_copy,
+        }
+    )
+
+
+def register_casts(cast: Cast) -> None:
+    """Define the casts' operators, once a process; `cast(x, options)` runs one."""
+    _define({name: partial(made, cast) for name, made in _CASTS.items()})
+
+
+def _define(kernels: dict[str, Callable[..., Any]]) -> None:
+    if hasattr(torch.ops.kgen, next(iter(kernels))):
         return
     library: Any = torch.library.Library("kgen", "FRAGMENT")  # type: ignore[no-untyped-call]
     _libraries.append(library)
-    kernels: dict[str, Callable[..., Any]] = {
-        "gemm_fp8_nt": lambda a, sfa, b, sfb, out: gemm((a, sfa), (b, sfb), out),
-        "mm_fp8_nt": _allocating(gemm),
-        "per_token_cast_to_fp8": quant.per_token_cast_to_fp8,
-        "per_block_cast_to_fp8": quant.per_block_cast_to_fp8,
-        "get_col_major_tma_aligned_tensor": quant.col_major_tma_aligned_copy,
-    }
-    for name, schema in _SCHEMAS.items():
-        library.define(name + schema)
+    for name, kernel in kernels.items():
+        library.define(name + _SCHEMAS[name])
         for key in ("CPU", "CUDA"):
-            library.impl(name, kernels[name], key)
+            library.impl(name, kernel, key)
         library.impl(name, without_gradient(name), "Autograd")
         torch.library.register_fake(f"kgen::{name}", _FAKES[name], lib=library)
 
@@ -65,6 +84,18 @@ def register(gemm: Gemm) -> None:
 def call_gemm(x: Inputs) -> None:
     """The GEMM through its operator, for tensors that stand for others."""
     torch.ops.kgen.gemm_fp8_nt(x.a, x.sfa, x.b, x.sfb, x.out)
+
+
+def call_cast(x: Tensor, options: CastOptions) -> CastResult:
+    """The cast through its operator, for tensors that stand for others."""
+    o = options
+    given: list[Tensor | None] = list(
+        torch.ops.kgen.cast_to_fp8(
+            x, o.recipe, o.direction, o.amax, o.pow2_scales, o.row_major_scales, o.dtype
+        )
+    )
+    there = (o.normal, o.normal, o.transposed, o.transposed, o.amax)
+    return CastResult(*(given.pop(0) if asked else None for asked in there))
 
 
 def stand_for_others(x: Inputs) -> bool:
@@ -140,18 +171,34 @@ def _fake_mm(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, out_dtype: torch.dt
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
 
-def _fake_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
-    _check(x.dim() == 2 and x.dtype in D_DTYPE_NAMES, "x", x, "BF16, FP16 or FP32 [M, K]")
-    m, k = x.shape
-    scales = x.new_empty(m, ceil_div(k, SCALE_BLOCK), dtype=torch.float32)
-    return x.new_empty(m, k, dtype=E4M3), scales
+def _per_token(cast: Cast, x: Tensor, pow2: bool = False, row_major: bool = False) -> Any:
+    return cast(x, _options(x, CastOptions(pow2_scales=pow2, row_major_scales=row_major)))[:2]
 
 
-def _fake_per_block(x: Tensor) -> tuple[Tensor, Tensor]:
-    _check(x.dim() == 2 and x.dtype in D_DTYPE_NAMES, "x", x, "BF16, FP16 or FP32 [N, K]")
-    n, k = x.shape
-    blocks = (ceil_div(n, SCALE_BLOCK), ceil_div(k, SCALE_BLOCK))
-    return x.new_empty(n, k, dtype=E4M3), x.new_empty(blocks, dtype=torch.float32)
+def _per_block(cast: Cast, x: Tensor, pow2: bool = False) -> Any:
+    return cast(x, _options(x, CastOptions("block", pow2_scales=pow2)))[:2]
+
+
+def _any_cast(cast: Cast, x: Tensor, *choices: Any) -> list[Tensor]:
+    result = cast(x, _options(x, CastOptions(*choices)))
+    return [tensor for tensor in result if tensor is not None]
+
+
+def _options(x: Tensor, options: CastOptions) -> CastOptions:
+    options.check(x)
+    return options
+
+
+def _fake_cast(x: Tensor, options: CastOptions) -> CastResult:
+    return options.allocate(x)
+
+
+#: An operator's kernel, once it is given what casts.
+_CASTS: Final[dict[str, Callable[..., Any]]] = {
+    "cast_to_fp8": _any_cast,
+    "per_token_cast_to_fp8": _per_token,
+    "per_block_cast_to_fp8": _per_block,
+}
 
 
 def _check_operands(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor) -> None:
@@ -176,7 +223,6 @@ def _check(good: Any, name: str, tensor: Tensor, expected: str) -> None:
 _FAKES: Final[dict[str, Callable[..., Any]]] = {
     "gemm_fp8_nt": _fake_gemm,
     "mm_fp8_nt": _fake_mm,
-    "per_token_cast_to_fp8": _fake_per_token,
-    "per_block_cast_to_fp8": _fake_per_block,
+    **{name: partial(made, _fake_cast) for name, made in _CASTS.items()},
     "get_col_major_tma_aligned_tensor": quant.empty_col_major,
 }

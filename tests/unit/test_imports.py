@@ -38,7 +38,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cache.artifacts",
         "cache.liveness cache.sqlite cache.rows cache.schema cache.connect cache.db",
         "runtime.driver runtime.tma runtime.kernel runtime.grouped_kernel",
-        "runtime.operands runtime.ops runtime.grouped_operands runtime.grouped_ops",
+        "runtime.operands runtime.cast_options runtime.ops runtime.grouped_operands "
+        "runtime.grouped_ops",
         "runtime.stats runtime.record",
         "runtime.guard",
     ),
@@ -52,11 +53,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "search.plan search.gpu_worker search.compile_pool search.builder search.gpu_body "
         "search.gpu_backend search.run search.session search.offline search.campaign search.tune",
-        "runtime.counting runtime.dispatch runtime.copies runtime.grouped runtime.gemm",
+        "runtime.counting runtime.dispatch runtime.plain runtime.cast_launch runtime.casts "
+        "runtime.moe runtime.copies runtime.grouped runtime.gemm",
     ),
     ("bench",),  # nn, compat, serve: to come
     (
         "cli.output cli.arguments cli.progress cli.tune cli.best cli.show cli.render cli.host_cost "
+        "cli.cast_speed "
         "cli.bench cli.shapes cli.misses cli.doctor cli.main",
     ),
 )
@@ -88,6 +91,11 @@ THIRD_PARTY: dict[str, set[str]] = {
     "search.gpu_body": {"torch"},
     "runtime.operands": {"torch"},
     "runtime.ops": {"torch"},
+    "runtime.cast_options": {"torch"},
+    "runtime.plain": {"torch"},
+    "runtime.cast_launch": {"torch"},
+    "runtime.casts": {"torch"},
+    "runtime.moe": {"torch"},
     "runtime.copies": {"torch"},
     "runtime.guard": {"torch"},
     "runtime.dispatch": {"torch"},
