@@ -1,6 +1,7 @@
 """From a problem and a configuration to a cubin: render, compile, patch, behind the store.
 
-Takes a compiler and an artifact store, gives a `Cubin`; the one place that joins those stages.
+Takes a compiler and an artifact store, gives a `Cubin`, or a `PlainCubin` of a kernel beside the
+GEMM; the one place that joins those stages.
 Never launches anything. Must not import torch, the CUDA driver, search or runtime.
 """
 
@@ -17,7 +18,7 @@ from kgen.compiler import DEFAULT_TIMEOUT_S, Compiled, Compiler, compile_source
 from kgen.config import SASS_PASSES, GemmConfig
 from kgen.errors import CompileError
 from kgen.problem import GemmProblem
-from kgen.render import Source, render
+from kgen.render import PlainSource, Source, render
 
 Render = Callable[[GemmProblem, GemmConfig], Source]
 #: From the next version on ptxas interleaves by itself.
@@ -44,6 +45,18 @@ class Cubin:
     log: str
 
 
+@dataclass(frozen=True)
+class PlainCubin:
+    """A compiled kernel that is no GEMM. Registers are per thread, static shared memory per CTA."""
+
+    key: str
+    data: bytes
+    entry: str
+    registers: int
+    smem_static_bytes: int
+    from_cache: bool
+
+
 def build(
     problem: GemmProblem,
     config: GemmConfig,
@@ -62,14 +75,40 @@ def build(
     artifact = store.get(key)
     if artifact is not None:
         return _cubin(artifact, source, problem, from_cache=True)
-    try:
-        compiled = compile_source(source.text, compiler, timeout_s=timeout_s, entry=source.entry)
-    except CompileError as error:
-        raise CompileError(f"{config} for {problem}: {error}", error.log) from error
+    compiled = _compile(source, compiler, timeout_s, f"{config} for {problem}")
     patched = sass.patch(compiled.cubin, config.sass_pass)
     facts = _facts(source, compiler, compiled, patched.sites_changed)
     artifact = store.put(key, source.text, patched.cubin, compiled.log, facts)
     return _cubin(artifact, source, problem, from_cache=False)
+
+
+def build_plain(
+    source: PlainSource,
+    compiler: Compiler,
+    store: ArtifactStore,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> PlainCubin:
+    """The cubin of a kernel beside the GEMM, from the store or compiled and stored.
+
+    Raises CompileError (its log kept), ArtifactError, CompilerMissing.
+    """
+    key = cubin_key(
+        source.body_hash, compiler.flags(), compiler.id, "none", sass.pass_version("none")
+    )
+    artifact = store.get(key)
+    from_cache = artifact is not None
+    if artifact is None:
+        compiled = _compile(source, compiler, timeout_s, source.name)
+        facts = _compile_facts(source, compiler, compiled)
+        artifact = store.put(key, source.text, compiled.cubin, compiled.log, facts)
+    return PlainCubin(
+        key=key,
+        data=artifact.cubin,
+        entry=source.entry,
+        registers=int(artifact.facts["registers"]),
+        smem_static_bytes=int(artifact.facts["smem_static_bytes"]),
+        from_cache=from_cache,
+    )
 
 
 def key_of(
@@ -91,10 +130,32 @@ def _key(source: Source, compiler: Compiler) -> str:
     )
 
 
+def _compile(
+    source: Source | PlainSource, compiler: Compiler, timeout_s: float, what: str
+) -> Compiled:
+    """`what` says in an error's message which kernel did not compile."""
+    try:
+        return compile_source(source.text, compiler, timeout_s=timeout_s, entry=source.entry)
+    except CompileError as error:
+        raise CompileError(f"{what}: {error}", error.log) from error
+
+
 def _facts(
     source: Source, compiler: Compiler, compiled: Compiled, sass_sites: int
 ) -> dict[str, Any]:
     """What the store keeps beside the files; `_cubin` reads registers and spills back."""
+    return {
+        **_compile_facts(source, compiler, compiled),
+        "problem_class": source.problem_class,
+        "config": source.config.to_dict(),
+        "sass_pass": source.config.sass_pass,
+        "sass_sites": sass_sites,
+    }
+
+
+def _compile_facts(
+    source: Source | PlainSource, compiler: Compiler, compiled: Compiled
+) -> dict[str, Any]:
     return {
         "registers": compiled.registers,
         "spill_bytes": compiled.spill_bytes,
@@ -104,10 +165,6 @@ def _facts(
         "compiler": compiler.id,
         "flags": list(compiler.flags()),
         "entry": source.entry,
-        "problem_class": source.problem_class,
-        "config": source.config.to_dict(),
-        "sass_pass": source.config.sass_pass,
-        "sass_sites": sass_sites,
     }
 
 

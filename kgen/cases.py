@@ -124,8 +124,8 @@ class Case:
         self.b = random_fp8(problem.n, problem.k, generator, _dtypes(problem)[1])
         spread = 0.0 if unit_scales else 1.0
         of_a, of_b = scale_shapes(problem.recipe, rows, problem.n, problem.k)
-        self.sfa = column_major(_random_scales(*of_a, spread, generator))
-        self.sfb = _random_scales(*of_b, spread, generator)
+        self.sfa = column_major(random_scales(*of_a, spread, generator))
+        self.sfb = random_scales(*of_b, spread, generator)
         self.bias: tuple[torch.Tensor, ...] = ()
         if problem.bias:  # of the size of the sums: 128² / 128², over K columns
             values = torch.randn(problem.n, generator=generator, device=self.device)
@@ -431,7 +431,7 @@ def tile_sums(strips: torch.Tensor) -> torch.Tensor:
     return padded.view(rows, -1, per_tile).sum(2)
 
 
-def _random_scales(
+def random_scales(
     rows: int, columns: int, spread: float, generator: torch.Generator
 ) -> torch.Tensor:
     """FP32 [rows, columns] around 1/128, from 1 - spread/2 to 1 + spread/2 times that."""

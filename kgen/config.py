@@ -13,7 +13,15 @@ from typing import Any, Final
 
 from kgen.device import Device
 from kgen.errors import UsageError
-from kgen.problem import D_DTYPE_BYTES, SCALE_BLOCK, GemmProblem, ceil_div, round_up
+from kgen.problem import (
+    D_DTYPE_BYTES,
+    GROUP_ALIGNMENT,
+    GROUPED_KINDS,
+    SCALE_BLOCK,
+    GemmProblem,
+    ceil_div,
+    round_up,
+)
 
 #: K columns of one pipeline stage: one scale block, one 128-byte swizzle span of E4M3.
 BLOCK_K: Final = 128
@@ -39,6 +47,9 @@ MATH_OVERHEAD_REGISTERS: Final = {1: 24, 2: 24, 3: 22}
 WAVE_OVERHEAD_REGISTERS: Final = 7
 CLUSTER_OVERHEAD_REGISTERS: Final = 9
 FP32_OVERHEAD_REGISTERS: Final = 9
+#: Tiles that a grouped kernel's scheduling warp may be ahead, and bytes of one and its barriers.
+QUEUE_SLOTS: Final = 4
+QUEUE_SLOT_BYTES: Final = 32
 B_EVICTIONS: Final = ("evict_normal", "evict_first")
 #: What scales and bias after the loop add, without and with a cluster: a bias under recipe "block",
 #: and recipe "row" where K blocks are added up in FP32. The other loops leave room for it.
@@ -136,7 +147,8 @@ class Resources:
 
     Offsets and sizes in bytes from the start of dynamic shared memory; the template lays out the
     same regions in the same order: A stages, B stages, D, split-K partials, scales of A, scales
-    of B, vectors of each math warpgroup, barriers. Boxes are (inner, outer) in elements.
+    of B, vectors of each math warpgroup, barriers, the queue of tiles (grouped kinds). Boxes are
+    (inner, outer) in elements.
 
     The vectors are what the sums of a tile are finished with: scales of its rows and columns
     (recipe "row") and its part of the bias.
@@ -158,6 +170,7 @@ class Resources:
     vector_offset: int
     vector_bytes: int
     barrier_offset: int
+    queue_offset: int
     smem_bytes: int
     a_box: tuple[int, int]
     b_box: tuple[int, int]
@@ -191,7 +204,12 @@ def d_store_box(block_n: int, d_bytes: int) -> tuple[int, int]:
 
 
 def resources(
-    config: GemmConfig, d_dtype: str = "bf16", recipe: str = "block", bias: bool = False
+    config: GemmConfig,
+    d_dtype: str = "bf16",
+    recipe: str = "block",
+    bias: bool = False,
+    *,
+    kind: str = "dense",
 ) -> Resources:
     """Everything derived from a configuration and these fields of the problem."""
     c = config
@@ -216,6 +234,8 @@ def resources(
     scales_bytes = (num_waves * WGMMA_M + c.block_n) * 4 if recipe == "row" else 0
     vector_bytes = scales_bytes + c.block_n * d_bytes * bias
     barrier_offset = vector_offset + c.num_math_warpgroups * vector_bytes
+    queue_offset = barrier_offset + (c.num_stages + (c.split_k > 1)) * 16
+    queue_bytes = QUEUE_SLOTS * QUEUE_SLOT_BYTES if kind in GROUPED_KINDS else 0
     return Resources(
         threads=WARPGROUP_THREADS * (1 + c.num_math_warpgroups),
         num_load_warps=1 if c.block_m + c.block_n >= MIN_ROWS_ONE_LOAD_WARP else 2,
@@ -233,7 +253,8 @@ def resources(
         vector_offset=vector_offset,
         vector_bytes=vector_bytes,
         barrier_offset=barrier_offset,
-        smem_bytes=barrier_offset + (c.num_stages + (c.split_k > 1)) * 16,
+        queue_offset=queue_offset,
+        smem_bytes=queue_offset + queue_bytes,
         a_box=(BLOCK_K, c.block_m // c.cluster_n),
         b_box=(BLOCK_K, b_rows),
         d_box=(d_cols, d_rows),
@@ -251,10 +272,16 @@ def num_accumulator_registers(config: GemmConfig, num_waves: int, fast_accum: bo
 
 def grid_size(problem: GemmProblem, config: GemmConfig, device: Device) -> int:
     """CTAs to launch, in whole clusters: as many as the SM budget holds, at most one a tile."""
+    m_blocks = problem.groups * ceil_div(problem.m, config.block_m)
+    return grid_of(m_blocks, problem, config, device)
+
+
+def grid_of(m_blocks: int, problem: GemmProblem, config: GemmConfig, device: Device) -> int:
+    """As `grid_size`, for this many blocks along M, those of all groups together."""
     clusters = device.max_clusters(config.cluster_size)
     if problem.num_sms:
         clusters = max(1, min(clusters, problem.num_sms // config.cluster_size))
-    m_clusters = ceil_div(ceil_div(problem.m, config.block_m), config.cluster_m)
+    m_clusters = ceil_div(m_blocks, config.cluster_m)
     n_clusters = ceil_div(ceil_div(problem.n, config.block_n), config.cluster_n)
     return min(clusters, m_clusters * n_clusters) * config.cluster_size
 
@@ -298,7 +325,23 @@ def _why_not_a_kernel(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid 
         )
     if rows > 2 * WGMMA_M:
         return Invalid("warpgroup_rows", f"{rows} rows a warpgroup: at most 128")
-    return _why_cluster_invalid(c) or _why_not_under(p, c) or _why_too_large(p, c, device)
+    invalid = _why_cluster_invalid(c) or _why_not_under(p, c) or _why_too_large(p, c, device)
+    return invalid or (_why_not_grouped(p, c) if p.is_grouped else None)
+
+
+def _why_not_grouped(p: GemmProblem, c: GemmConfig) -> Invalid | None:
+    """Rules of kernels whose tiles are found on the device."""
+    if c.cluster_m > 1 or c.split_k > 1:
+        return Invalid(
+            "grouped_cluster",
+            f"cluster_m={c.cluster_m}, split_k={c.split_k}: kind {p.kind} needs 1 of both",
+        )
+    if p.kind == "contiguous" and GROUP_ALIGNMENT % c.block_m:
+        return Invalid(
+            "group_alignment",
+            f"block_m={c.block_m}: a tile must not cross groups, which start on {GROUP_ALIGNMENT}",
+        )
+    return None
 
 
 def _why_cluster_invalid(c: GemmConfig) -> Invalid | None:
@@ -336,7 +379,7 @@ def _why_not_under(p: GemmProblem, c: GemmConfig) -> Invalid | None:
 
 
 def _why_too_large(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid | None:
-    r = resources(c, p.d_dtype, p.recipe, p.bias)
+    r = resources(c, p.d_dtype, p.recipe, p.bias, kind=p.kind)
     if c.num_accumulators > 1 and r.num_waves != 1:
         return Invalid(
             "accumulators_waves",

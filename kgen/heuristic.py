@@ -128,7 +128,7 @@ def _best_walks(problem: GemmProblem, device: Device) -> list[GemmConfig]:
 def work_of(p: GemmProblem, c: GemmConfig, device: Device) -> Work:
     """What a launch has to do."""
     sms = min(p.num_sms or device.num_sms, device.num_sms)
-    m_clusters = ceil_div(ceil_div(p.m, c.block_m), c.cluster_m)
+    m_clusters = p.groups * ceil_div(ceil_div(p.m, c.block_m), c.cluster_m)
     n_clusters = ceil_div(ceil_div(p.n, c.block_n), c.cluster_n)
     rounds, ctas, last_ctas = _rounds(p, c, device, m_clusters * n_clusters)
     again_bytes, reuse_bytes = _reuse(p, c)
@@ -159,7 +159,7 @@ def work_of(p: GemmProblem, c: GemmConfig, device: Device) -> Work:
         min_bytes=p.min_bytes,
         again_bytes=again_bytes,
         evict_first=float(c.b_eviction == "evict_first"),
-        b_again_bytes=(m_clusters - 1) * p.n * p.k,
+        b_again_bytes=(m_clusters - p.groups) * p.n * p.k,
         reuse_bytes=reuse_bytes,
         d_bytes=D_DTYPE_BYTES[p.d_dtype],
         num_sms=device.num_sms,
@@ -180,7 +180,7 @@ def _rounds(p: GemmProblem, c: GemmConfig, device: Device, tiles: int) -> tuple[
     size = c.cluster_size
     clusters = device.max_clusters(size)
     if size > 1 and c.num_math_warpgroups == 1:  # setmaxnreg takes all registers of an SM
-        kind = (p.d_dtype, p.recipe, p.bias, p.fast_accum)
+        kind = (p.kind, p.d_dtype, p.recipe, p.bias, p.fast_accum)
         clusters *= _ctas_per_sm(c, kind, device.smem_per_block)
     if p.num_sms:
         clusters = max(1, min(clusters, p.num_sms // size))
@@ -190,13 +190,13 @@ def _rounds(p: GemmProblem, c: GemmConfig, device: Device, tiles: int) -> tuple[
 
 
 @lru_cache(maxsize=1 << 14)
-def _ctas_per_sm(c: GemmConfig, kind: tuple[str, str, bool, bool], smem_per_block: int) -> int:
+def _ctas_per_sm(c: GemmConfig, kind: tuple[str, str, str, bool, bool], smem_per_block: int) -> int:
     """CTAs of a kernel with one math warpgroup that an SM holds at a time; an estimate.
 
-    `kind`: d_dtype, recipe, bias and fast_accum of the problem.
+    `kind`: the problem's kind, d_dtype, recipe, bias and fast_accum.
     """
-    d_dtype, recipe, bias, fast_accum = kind
-    r = resources(c, d_dtype, recipe, bias)
+    name, d_dtype, recipe, bias, fast_accum = kind
+    r = resources(c, d_dtype, recipe, bias, kind=name)
     registers = num_accumulator_registers(c, r.num_waves, fast_accum) + THREAD_REGISTERS
     registers += SELECT_REGISTERS * (recipe == "block" and r.num_scale_positions > 1)
     registers += MULTICAST_REGISTERS * (c.cluster_m * c.cluster_n > 1)
@@ -223,4 +223,5 @@ def _reuse(p: GemmProblem, c: GemmConfig) -> tuple[float, float]:
     strip = min(c.raster_group, along)
     strip_rows = min(strip * rows, still)
     d_bytes = strip_rows * moving * D_DTYPE_BYTES[p.d_dtype]
-    return (ceil_div(along, strip) - 1) * moving * p.k, (moving + strip_rows) * p.k + d_bytes
+    again = p.groups * (ceil_div(along, strip) - 1) * moving * p.k  # no group uses another's B
+    return again, (moving + strip_rows) * p.k + d_bytes

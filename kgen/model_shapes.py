@@ -12,8 +12,9 @@ runs the problem on one GPU.
 Experts: `ep` GPUs share them out. Where ep >= tp, ep / tp groups of `tp` GPUs work on `tokens` rows
 each and every expert lies whole on one GPU; where ep < tp, tp / ep GPUs divide each expert.
 Routing counts as even: of E experts, h = min(E, rows * top_k) are hit, and each gets
-ceil(rows * top_k / h) rows. kgen has no grouped kernels yet, so each expert is a dense problem of
-its own (`_expert_problem`), its weight the number of layers times the experts hit on one GPU.
+ceil(rows * top_k / h) rows. Each expert is a dense problem of its own (`_expert_problem`), its
+weight the number of layers times the experts hit on one GPU; or, with `Split.experts`, all of a
+GPU's are one problem of that grouped kind, with the rows that each gets on average.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, Final
 
 from kgen.errors import UsageError
 from kgen.model_configs import Architecture, Config, Experts, architecture_of, language_model
-from kgen.problem import SCALE_BLOCK, GemmProblem, ceil_div, round_up
+from kgen.problem import KINDS, SCALE_BLOCK, GemmProblem, ceil_div, round_up
 from kgen.shapes import ShapeLine
 
 #: Tokens that a forward pass works on, unless said otherwise: decoding, then prefill.
@@ -43,12 +44,14 @@ class Split:
     tokens    rows of A: tokens that one group of `tp` GPUs works on at a time
     tp, ep    GPUs that share a layer, and the experts
     lm_head   output type of the last layer, or "none" (see LM_HEADS)
+    experts   kind of the experts' problems
     """
 
     tokens: tuple[int, ...]
     tp: int = 1
     ep: int = 1
     lm_head: str = "bf16"
+    experts: str = "dense"
 
     def __post_init__(self) -> None:
         """Raises UsageError for numbers below 1, and for tp and ep that do not fit together."""
@@ -58,6 +61,8 @@ class Split:
                 raise UsageError(f"{name}={value}: expected at least 1")
         if self.lm_head not in LM_HEADS:
             raise UsageError(f"lm_head={self.lm_head!r}: expected one of {', '.join(LM_HEADS)}")
+        if self.experts not in KINDS:
+            raise UsageError(f"experts={self.experts!r}: expected one of {', '.join(KINDS)}")
         if self.tp % self.ep and self.ep % self.tp:
             raise UsageError(f"tp={self.tp} ep={self.ep}: one must be a multiple of the other")
 
@@ -290,18 +295,21 @@ def _problems(layer: _Layer, split: Split, top_k: int) -> list[tuple[GemmProblem
     """A layer's problem for each number of tokens, with its weight. Raises UsageError."""
     if layer.experts:
         routed = [tokens * split.groups * top_k for tokens in split.tokens]
-        return [_expert_problem(layer, rows, split.ep) for rows in routed]
+        return [_expert_problem(layer, rows, split) for rows in routed]
     return [
         (GemmProblem("dense", rows, layer.n, layer.k, d_dtype=layer.d_dtype), float(layer.count))
         for rows in split.tokens
     ]
 
 
-def _expert_problem(layer: _Layer, routed: int, ep: int) -> tuple[GemmProblem, float]:
+def _expert_problem(layer: _Layer, routed: int, split: Split) -> tuple[GemmProblem, float]:
     """The problem of an expert layer that `routed` rows reach on all `ep` GPUs, and its weight."""
-    hit = min(layer.experts * ep, routed)
-    rows, hit_here = ceil_div(routed, hit), ceil_div(hit, ep)
-    # With grouped kinds: groups=layer.experts here, and a weight of layer.count alone.
+    if split.experts != "dense":
+        rows = ceil_div(routed, layer.experts * split.ep)
+        problem = GemmProblem(split.experts, rows, layer.n, layer.k, groups=layer.experts)
+        return problem, float(layer.count)
+    hit = min(layer.experts * split.ep, routed)
+    rows, hit_here = ceil_div(routed, hit), ceil_div(hit, split.ep)
     return GemmProblem("dense", rows, layer.n, layer.k), float(layer.count * hit_here)
 
 

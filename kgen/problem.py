@@ -10,7 +10,12 @@ from typing import Any, Final
 
 from kgen.errors import UsageError
 
-KINDS: Final = ("dense",)
+#: dense: one matrix product. contiguous: the rows of all groups one after another, each group with
+#: a B of its own. masked: every group has room for as many rows, of which the first few count.
+KINDS: Final = ("dense", "contiguous", "masked")
+GROUPED_KINDS: Final = ("contiguous", "masked")
+#: Rows on which groups start that are told by an expert's number a row.
+GROUP_ALIGNMENT: Final = 128
 D_DTYPES: Final = ("bf16", "fp16", "fp32")
 D_DTYPE_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4}
 #: What the scales belong to: 1x128 of A and 128x128 of B; a row of A and of B; a whole tensor.
@@ -40,6 +45,9 @@ def round_up(a: int, b: int) -> int:
 class GemmProblem:
     """D[m, n] = A[m, k] · B[n, k]ᵀ (+ bias[n]) with FP8 operands and FP32 scales.
 
+    kind, groups       of the grouped kinds (GROUPED_KINDS) `groups` such products with a B each
+                       make one launch, and `m` is the rows of each group, those that are expected
+                       where groups differ; so far with recipe "block", E4M3 and no bias
     recipe             what a scale belongs to. "block": a row and 128 columns of A, 128x128 of B;
                        "row": a row of A (a token), a row of B (an output channel); "tensor": all
                        of A, all of B
@@ -84,6 +92,17 @@ class GemmProblem:
                 "fast_accum=true: recipe=block scales each 128 columns by themselves, so their "
                 "sums have to leave the tensor cores; leave it out, or take recipe=row or tensor"
             )
+        plain = (self.recipe, self.a_dtype, self.b_dtype, self.bias) == (
+            "block",
+            "e4m3",
+            "e4m3",
+            False,
+        )
+        if self.is_grouped and not plain:
+            raise UsageError(
+                f"kind={self.kind}: a grouped kind takes recipe=block, E4M3 operands and no bias; "
+                "given another of them"
+            )
         for name, low in (("m", 1), ("n", 1), ("k", 1), ("groups", 1), ("num_sms", 0)):
             value = getattr(self, name)
             if not low <= value <= MAX_EXTENT:
@@ -98,6 +117,11 @@ class GemmProblem:
             )
         if self.kind == "dense" and self.groups != 1:
             raise UsageError(f"groups={self.groups}: a dense problem has one group")
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether groups share the launch: a kind of GROUPED_KINDS."""
+        return self.kind in GROUPED_KINDS
 
     @property
     def num_k_blocks(self) -> int:

@@ -1,7 +1,16 @@
-"""Casts to FP8 with scales, and the scale layout that TMA reads, in plain PyTorch.
+"""Casts to FP8 with block scales, and the scale layout that TMA reads, in plain PyTorch.
 
-Takes tensors on any device; gives (FP8 values, FP32 scales) with value · scale ≈ input.
-Imports torch only.
+Takes tensors on any device; gives (FP8 values, FP32 scales) with value · scale ≈ input. The kernels
+of `kgen.runtime.casts` give the same bits. Imports torch only.
+
+What a block may hold, in every recipe:
+
+zeros            exact zeros, signs kept, scale 1
+finite numbers   scale = largest magnitude / largest FP8 number, at least MIN_SCALE; the quotient
+                 x / scale, rounded to nearest even
+subnormals       as other numbers; so small a block that its scale would be below MIN_SCALE loses
+                 digits, and what is below half the least FP8 number times MIN_SCALE becomes zero
+NaN, infinity    become NaN (0x7f) and leave their block's scale, and so all other values, alone
 """
 
 from __future__ import annotations
@@ -14,14 +23,21 @@ from kgen.errors import UnsupportedInput
 from kgen.problem import SCALE_BLOCK, TMA_ALIGN_BYTES, ceil_div, round_up
 
 E4M3: Final = torch.float8_e4m3fn
-E5M2: Final = torch.float8_e5m2
 E4M3_MAX: Final = 448.0
-#: Largest finite value by type. E5M2 has an inf beyond it, which no cast here makes.
-FP8_MAX: Final = {E4M3: E4M3_MAX, E5M2: 57344.0}
+#: The largest number of each FP8 type that a cast can give.
+FP8_MAX: Final = {E4M3: E4M3_MAX, torch.float8_e5m2: 57344.0}
 #: The least scale. Below it amax / 448 loses digits or becomes 0, and x / 0 would be inf; what
 #: so small a block holds then rounds to zero, an error under 2^-126.
 MIN_SCALE: Final = torch.finfo(torch.float32).tiny
-_INPUTS: Final = (torch.bfloat16, torch.float16, torch.float32)
+#: Rows and columns that share a scale, by recipe; None: all of them.
+RECIPES: Final[dict[str, tuple[int | None, int | None]]] = {
+    "token": (1, SCALE_BLOCK),
+    "block": (SCALE_BLOCK, SCALE_BLOCK),
+    "channel": (SCALE_BLOCK, 1),
+    "row": (1, None),
+    "tensor": (None, None),
+}
+INPUT_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGN_FLOATS: Final = TMA_ALIGN_BYTES // 4
 
 
@@ -29,56 +45,78 @@ def per_token_cast_to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast x [M, K] with one scale for each row and 128 columns.
 
     Gives E4M3 [M, K] and FP32 scales [M, ceil(K/128)], both row-major; the last block may be
-    partial. A block of zeros becomes exact zeros with scale 1. NaN and inf become NaN and leave
-    their block's scale, and so all other values, alone. x is BF16, FP16 or FP32.
-    Raises UnsupportedInput for another dtype or rank.
+    partial. x is BF16, FP16 or FP32. Raises UnsupportedInput for another dtype or rank.
     """
-    m, k = _shape(x)
-    blocks = ceil_div(k, SCALE_BLOCK)
-    tiles = _padded(x, m, blocks * SCALE_BLOCK).view(m, blocks, SCALE_BLOCK)
-    values, scales = _cast(tiles, dim=(2,))
-    return values.view(m, blocks * SCALE_BLOCK)[:, :k].contiguous(), scales.view(m, blocks)
+    return cast_to_fp8(x, "token")
 
 
 def per_block_cast_to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast x [N, K] with one scale for each block of 128 rows and 128 columns.
 
     Gives E4M3 [N, K] and FP32 scales [ceil(N/128), ceil(K/128)], both row-major; the last blocks
-    may be partial. Zeros, NaN, inf, dtypes and errors as in `per_token_cast_to_fp8`.
+    may be partial. Dtypes and errors as in `per_token_cast_to_fp8`.
     """
-    n, k = _shape(x)
-    rows, cols = ceil_div(n, SCALE_BLOCK), ceil_div(k, SCALE_BLOCK)
-    padded = _padded(x, rows * SCALE_BLOCK, cols * SCALE_BLOCK)
-    values, scales = _cast(padded.view(rows, SCALE_BLOCK, cols, SCALE_BLOCK), dim=(1, 3))
-    return values.view(padded.shape)[:n, :k].contiguous(), scales.view(rows, cols)
+    return cast_to_fp8(x, "block")
 
 
-def per_row_cast_to_fp8(
-    x: torch.Tensor, dtype: torch.dtype = E4M3
+def cast_to_fp8(
+    x: torch.Tensor, recipe: str, *, dtype: torch.dtype = E4M3, pow2_scales: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast x [rows, K] with one scale for each row: a token of A, an output channel of B.
+    """Cast x [M, K] by a recipe of RECIPES: values of `dtype` [M, K] and FP32 scales, row-major.
 
-    Gives `dtype` (E4M3 or E5M2) [rows, K], row-major, and FP32 scales [rows]. Zeros, NaN, inf,
-    dtypes and errors as in `per_token_cast_to_fp8`; a row of zeros has scale 1.
+    The scales' shape is `scales_shape`. `pow2_scales` rounds them up to powers of two, as UE8M0
+    holds them. Raises UnsupportedInput for another dtype, rank or recipe.
     """
-    rows, k = _shape(x)
-    wide = x.float().contiguous() if k else x.new_zeros(rows, 1, dtype=torch.float32)
-    values, scales = _cast(wide, dim=(1,), dtype=dtype)
-    return values[:, :k], scales.view(-1)
+    check_cast_input(x, recipe, dtype)
+    shape = scales_shape(recipe, *x.shape)
+    if not x.numel():
+        return x.new_empty(x.shape, dtype=dtype), x.new_ones(shape, dtype=torch.float32)
+    (m, k), (rows, cols) = x.shape, shape
+    block_m, block_k = (
+        extent if size is None else size
+        for size, extent in zip(RECIPES[recipe], (m, k), strict=True)
+    )
+    padded = _padded(x, rows * block_m, cols * block_k)
+    tiles = padded.view(rows, block_m, cols, block_k)
+    values, scales = _cast(tiles, FP8_MAX[dtype], pow2_scales)
+    return values.view(padded.shape)[:m, :k].to(dtype).contiguous(), scales.view(rows, cols)
 
 
-def per_tensor_cast_to_fp8(
-    x: torch.Tensor, dtype: torch.dtype = E4M3
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast x [rows, K] with one scale for all of it.
+def scales_shape(recipe: str, m: int, k: int) -> tuple[int, int]:
+    """token [M, ceil(K/128)] · block [ceil(M/128), ceil(K/128)] · channel [ceil(M/128), K] ·
+    row [M, 1] · tensor [1, 1]"""
+    block_m, block_k = RECIPES[recipe]
+    return (
+        1 if block_m is None else ceil_div(m, block_m),
+        1 if block_k is None else ceil_div(k, block_k),
+    )
 
-    Gives `dtype` (E4M3 or E5M2) [rows, K], row-major, and an FP32 scalar on x's device; nothing
-    waits for the device. Otherwise as `per_row_cast_to_fp8`.
+
+def empty_scales(x: torch.Tensor, recipe: str, m: int, k: int, row_major: bool) -> torch.Tensor:
+    """Memory on x's device for the scales of an [m, k] matrix.
+
+    Unless row-major, in the layout that kernels read by TMA: columns of a token's scales, and rows
+    of a channel's, lie together and begin on 16 bytes. Other scales are row-major always.
     """
-    shape = _shape(x)
-    wide = x.float().contiguous() if x.numel() else x.new_zeros(1, 1, dtype=torch.float32)
-    values, scales = _cast(wide, dim=(0, 1), dtype=dtype)
-    return values[: shape[0], : shape[1]], scales.view(())
+    shape = scales_shape(recipe, m, k)
+    if row_major or recipe not in ("token", "channel"):
+        return x.new_empty(shape, dtype=torch.float32)
+    pitch = round_up(m if recipe == "token" else k, _ALIGN_FLOATS)
+    strides = (1, pitch) if recipe == "token" else (pitch, 1)
+    return torch.empty_strided(shape, strides, dtype=torch.float32, device=x.device)
+
+
+def amax_of(x: torch.Tensor) -> torch.Tensor:
+    """The largest finite magnitude of x, FP32 with no dimensions; 0 where there is none."""
+    if not x.numel():
+        return x.new_zeros((), dtype=torch.float32)
+    return torch.where(torch.isfinite(x), x, 0.0).abs().amax().float()
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """gate / (1 + e^-gate) · up in FP32 [..., H], for x [..., 2H] = (gate, up) side by side."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return gate / (1.0 + torch.exp(-gate)) * up
 
 
 def get_col_major_tma_aligned_tensor(x: torch.Tensor) -> torch.Tensor:
@@ -123,12 +161,16 @@ def _is_tma_aligned(x: torch.Tensor) -> bool:
     return aligned and x.stride(-2) == 1 and pitch >= max(x.shape[-2], 1)
 
 
-def _shape(x: torch.Tensor) -> tuple[int, int]:
-    if x.dtype not in _INPUTS or x.dim() != 2:
+def check_cast_input(x: torch.Tensor, recipe: str, dtype: torch.dtype) -> None:
+    """Raise UnsupportedInput unless x [M, K] can be cast to `dtype` by this recipe."""
+    if recipe not in RECIPES:
+        raise UnsupportedInput(f"recipe {recipe!r}: expected one of {', '.join(RECIPES)}")
+    if dtype not in FP8_MAX:
+        raise UnsupportedInput(f"dtype={dtype}: expected float8_e4m3fn or float8_e5m2")
+    if x.dtype not in INPUT_DTYPES or x.dim() != 2:
         raise UnsupportedInput(
             f"a tensor of {x.dtype}{list(x.shape)}: expected two dimensions of BF16, FP16 or FP32"
         )
-    return x.shape[0], x.shape[1]
 
 
 def _padded(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
@@ -137,15 +179,17 @@ def _padded(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
 
 
 def _cast(
-    tiles: torch.Tensor, dim: tuple[int, ...], dtype: torch.dtype = E4M3
+    tiles: torch.Tensor, fp8_max: float, pow2_scales: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if dtype not in FP8_MAX:
-        raise UnsupportedInput(f"a cast to {dtype}: expected float8_e4m3fn or float8_e5m2")
-    largest = FP8_MAX[dtype]
+    """Tiles [rows, block_m, cols, block_k] as FP32 quotients, and their scales."""
     finite = torch.isfinite(tiles)
-    amax = torch.where(finite, tiles, 0.0).abs().amax(dim=dim, keepdim=True)
-    scales = torch.where(amax > 0, (amax / largest).clamp_min(MIN_SCALE), 1.0)
-    # The quotient may round to just over 448. E4M3 has no inf, and torch's cast of one differs
-    # between versions and devices (448 or NaN): say NaN.
-    values = (tiles / scales).clamp(-largest, largest)
-    return torch.where(finite, values, float("nan")).to(dtype), scales
+    amax = torch.where(finite, tiles, 0.0).abs().amax(dim=(1, 3), keepdim=True)
+    # By a tensor: on a GPU torch multiplies by the reciprocal of a Python number instead.
+    scales = (amax / amax.new_full((), fp8_max)).clamp_min(MIN_SCALE)
+    if pow2_scales:
+        scales = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    scales = torch.where(amax > 0, scales, 1.0)
+    # The quotient may round to just over the largest number. E4M3 has no inf, and torch's cast of
+    # one differs between versions and devices (448 or NaN): say NaN.
+    values = (tiles / scales).clamp(-fp8_max, fp8_max)
+    return torch.where(finite, values, float("nan")), scales

@@ -131,6 +131,17 @@ def batch_invariant_by_default(env: Mapping[str, str] | None = None) -> bool:
     return value in ("1", "true")
 
 
+def wants_checks(env: Mapping[str, str] | None = None) -> bool:
+    """KGEN_CHECK alone: whether calls look at the values of indices, offsets and counts first.
+
+    Raises UsageError for anything but 0 and 1.
+    """
+    text = (os.environ if env is None else env).get("KGEN_CHECK", "")
+    if text not in ("", "0", "1"):
+        raise UsageError(f"KGEN_CHECK={text!r}: expected 0 or 1")
+    return text == "1"
+
+
 def absolute_path(text: str, name: str) -> Path:
     """The path with `~` and the present folder put in; `name` is whose value `text` is.
 

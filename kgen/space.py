@@ -103,7 +103,7 @@ def num_points(sass_passes: tuple[str, ...] = ("none",)) -> int:
 
 
 def leading_configs(problem: GemmProblem, device: Device) -> list[list[GemmConfig]]:
-    """For each valid tile, depth of its ring and eviction of B its orders over the grid, nothing baked.
+    """For each valid tile, depth of its ring and eviction of B, its orders over the grid.
 
     Enough to name a default: the rest of `valid_configs` are twins of these.
     """
@@ -205,13 +205,13 @@ def _walk(
 
 
 def _endless(problem: GemmProblem) -> GemmProblem:
-    """The problem with sizes that forbid nothing."""
-    return replace(problem, m=2**30, n=2**30, k=2**30)
+    """A problem of the same class and without end, whose sizes forbid nothing."""
+    return replace(problem, m=2**30, n=2**30, k=2**30, groups=1)
 
 
 @lru_cache(maxsize=16)
 def _tiles(endless: GemmProblem, device: Device) -> tuple[tuple[_Tile, ...], Counter[str]]:
-    """Kernels for a problem without end, and what rules forbid."""
+    """Kernels for a problem whose sizes forbid nothing, and what rules forbid."""
     names = [name for name in AXES if name not in FREE_AXES]
     points = prod(len(AXES[name]) for name in _FREE_AT_A_DEPTH)
     left_out: Counter[str] = Counter()
@@ -261,7 +261,7 @@ def _num_sms(p: GemmProblem, device: Device) -> int:
 
 
 def _num_tiles(p: GemmProblem, c: GemmConfig) -> int:
-    return ceil_div(p.m, c.block_m) * ceil_div(p.n, c.block_n)
+    return p.groups * ceil_div(p.m, c.block_m) * ceil_div(p.n, c.block_n)
 
 
 def _depths(p: GemmProblem, tile: _Tile, device: Device) -> list[int]:
@@ -295,7 +295,7 @@ def _raster_walks(p: GemmProblem, c: GemmConfig, device: Device) -> list[dict[st
             walks.append({"raster_along": along, "raster_group": group})
             if group >= blocks[along]:
                 break  # a wider strip is the same strip
-    one_wave = prod(blocks.values()) * c.cluster_size <= _num_sms(p, device)
+    one_wave = p.groups * prod(blocks.values()) * c.cluster_size <= _num_sms(p, device)
     return walks[:1] if one_wave or min(blocks.values()) == 1 else walks
 
 

@@ -47,12 +47,21 @@ CASES: dict[str, tuple[GemmConfig, GemmProblem]] = {
     "tensor_fast": (GemmConfig(), replace(FAST_ROW, recipe="tensor")),
     "bias_fp32": (GemmConfig(), replace(PROBLEM, bias=True, d_dtype="fp32")),
 }
+#: The same of grouped kinds.
+GROUPED_CASES: dict[str, tuple[GemmConfig, str]] = {
+    "grouped_contiguous": (GemmConfig(block_n=152), "contiguous"),
+    "grouped_masked": (GemmConfig(block_m=64, num_math_warpgroups=1, cluster_n=2), "masked"),
+}
 
 
 def golden_sources() -> dict[str, str]:
     """File name to rendered source, for each case."""
     sources = {}
     for name, (config, problem) in CASES.items():
+        assert why_invalid(problem, config, H200) is None, name
+        sources[f"{name}.cu"] = render(problem, config).text
+    for name, (config, kind) in GROUPED_CASES.items():
+        problem = GemmProblem(kind, 512, 2112, 7168, groups=8)
         assert why_invalid(problem, config, H200) is None, name
         sources[f"{name}.cu"] = render(problem, config).text
     return sources

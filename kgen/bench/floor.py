@@ -64,8 +64,9 @@ class Floor:
 
     def of(self, problem: GemmProblem) -> Bound:
         """max(stream + what A and D take beside it, operations at the sustained rate)."""
-        m, n, k = problem.m, problem.n, problem.k
-        return floor_of(problem, self.streams[n, k].median_us, self.tflops, m * k)
+        a_bytes = problem.groups * problem.m * problem.k
+        stream_us = self.streams[weights_of(problem)].median_us
+        return floor_of(problem, stream_us, self.tflops, a_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, samples included."""
@@ -80,9 +81,14 @@ class Floor:
         }
 
 
+def weights_of(problem: GemmProblem) -> tuple[int, int]:
+    """Rows of all groups' weights together, and K: what must be streamed."""
+    return problem.groups * problem.n, problem.k
+
+
 def floor_of(problem: GemmProblem, stream_us: float, tflops: float, a_bytes: int) -> Bound:
     """The floor from its two limits; D counts as its output type has it."""
-    d_bytes = problem.m * problem.n * D_DTYPE_BYTES[problem.d_dtype]
+    d_bytes = problem.groups * problem.m * problem.n * D_DTYPE_BYTES[problem.d_dtype]
     streamed = stream_us + (a_bytes + d_bytes) / (BESIDE_TBPS * 1e6)
     computed = problem.flops / (tflops * 1e6)
     return Bound(streamed, STREAM) if streamed >= computed else Bound(computed, TENSOR_CORES)

@@ -78,7 +78,7 @@ class FunctionPeer:
         except (KgenError, RuntimeError):
             raise
         except Exception as error:
-            raise RuntimeError(_words(error)) from error
+            raise RuntimeError(words(error)) from error
 
     def _bind(self, *tensors: torch.Tensor) -> Callable[[], None]:
         a, sfa, b, sfb, d = tensors
@@ -109,7 +109,7 @@ def providers_against(
             found += _providers(one, row_major, recipes)
         # A package's own import may fail in any way, down to a loader's complaint.
         except (Exception, SystemExit) as error:
-            missing[one.name] = str(error) if isinstance(error, KgenError) else _words(error)
+            missing[one.name] = str(error) if isinstance(error, KgenError) else words(error)
             log.debug("%s can not be had", one.name, exc_info=error)
     return found, missing
 
@@ -170,6 +170,7 @@ CALLS: Final[dict[str, Callable[[Callable[..., object]], Launch]]] = {
 }
 
 
-def _words(error: BaseException) -> str:
+def words(error: BaseException) -> str:
+    """An error of somebody else's as one text, with its name."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -44,8 +44,11 @@ class Provider(Protocol):
     def reference_only(self) -> bool:
         """Whether it does something easier than the problem asks: shown, not counted as a peer."""
 
-    def ready(self, case: Case) -> Ready:
-        """Verify it on the case; raises WrongResult, or what it refuses a problem with."""
+    def ready(self, case: Any) -> Ready:
+        """Verify it on the case, a Case, or a GroupedCase where it is for grouped kinds.
+
+        Raises WrongResult, or what it refuses a problem with.
+        """
 
 
 class Kgen:

@@ -18,15 +18,17 @@ from typing import Any
 import torch
 
 import kgen
-from kgen.bench.against import parse_against
-from kgen.bench.floor import Bound, Floor, measure_floor
+from kgen.bench.against import Against, parse_against
+from kgen.bench.floor import Bound, Floor, measure_floor, weights_of
 from kgen.bench.gpu import hopper_device
+from kgen.bench.grouped_providers import GroupedKgen, grouped_against
 from kgen.bench.peers import providers_against
 from kgen.bench.providers import Kgen, Provider, Ready
 from kgen.bench.summary import KGEN, best_peer, own_name, peers_of, summarise
 from kgen.cases import Case
 from kgen.device import Device
 from kgen.errors import DriverError, KgenError
+from kgen.grouped_cases import GroupedCase
 from kgen.measure import DEFAULT_POLICY, Policy, Timing, measure_many, policy_named
 from kgen.nvml import driver_release
 from kgen.problem import GemmProblem
@@ -146,18 +148,26 @@ def run_bench(
     asked = parse_against(against)
     device = hopper_device("kgen bench needs")
     dispatcher = Dispatcher(0, StoredBuilder(settings), settings.db_url, Stats())
-    providers: list[Provider] = [Kgen(dispatcher)]
-    recipes = tuple(dict.fromkeys(problem.recipe for problem in problems))
-    peers, missing = providers_against(asked, row_major, recipes)
+    by_kind: dict[bool, Sequence[Provider]] = {}
+    missing: dict[str, str] = {}
+    for is_grouped in sorted({problem.is_grouped for problem in problems}):
+        if is_grouped:
+            by_kind[True], reasons = _grouped_providers(dispatcher, asked)
+        else:
+            recipes = tuple(dict.fromkeys(p.recipe for p in problems if not p.is_grouped))
+            by_kind[False], reasons = _dense_providers(dispatcher, asked, row_major, recipes)
+        missing |= reasons
     for name, reason in missing.items():
         on_missing(name, reason)
-    providers += [Kgen(dispatcher, row_major=True), *peers] if row_major else peers
+    providers = list(
+        {provider.name: provider for some in by_kind.values() for provider in some}.values()
+    )
     chosen = policy_named(policy)
     limits = _floor(problems, settings, chosen, device) if floor else None
     rows: list[Row] = []
     with suppress(KeyboardInterrupt):  # what is finished is worth its minutes on a GPU
         for problem in problems:
-            row = bench_problem(problem, providers, chosen, device)
+            row = bench_problem(problem, by_kind[problem.is_grouped], chosen, device)
             rows.append(replace(row, floor=limits.of(problem)) if limits else row)
             on_row(rows[-1])
             torch.cuda.empty_cache()
@@ -172,11 +182,28 @@ def run_bench(
     )
 
 
+def _dense_providers(
+    dispatcher: Dispatcher, asked: Sequence[Against], row_major: bool, recipes: Sequence[str]
+) -> tuple[list[Provider], dict[str, str]]:
+    peers, missing = providers_against(asked, row_major, recipes)
+    own: list[Provider] = [Kgen(dispatcher)]
+    return [*own, *([Kgen(dispatcher, row_major=True)] if row_major else []), *peers], missing
+
+
+def _grouped_providers(
+    dispatcher: Dispatcher, asked: Sequence[Against]
+) -> tuple[list[Provider], dict[str, str]]:
+    """Row-major scales of grouped problems are not timed."""
+    peers, missing = grouped_against(asked)
+    own: list[Provider] = [GroupedKgen(dispatcher), GroupedKgen(dispatcher, by_offset=True)]
+    return [*own, *peers], missing
+
+
 def _floor(
     problems: Sequence[GemmProblem], settings: Settings, policy: Policy, device: Device
 ) -> Floor:
     compiler = default_compiler(settings, driver_version())
-    return measure_floor([(p.n, p.k) for p in problems], compiler, policy, device)
+    return measure_floor([weights_of(p) for p in problems], compiler, policy, device)
 
 
 def bench_problem(
@@ -190,7 +217,7 @@ def bench_problem(
     row = Row(problem)
     ready: dict[str, Ready] = {}
     try:
-        case = Case(problem, where)
+        case = GroupedCase(problem, where) if problem.is_grouped else Case(problem, where)
         for provider in providers:
             _prepare(provider, case, ready, row.notes)
         timed = {name: (one.verified, one.call) for name, one in ready.items()}
@@ -205,7 +232,7 @@ def bench_problem(
 
 
 def _prepare(
-    provider: Provider, case: Case, ready: dict[str, Ready], notes: dict[str, str]
+    provider: Provider, case: Case | GroupedCase, ready: dict[str, Ready], notes: dict[str, str]
 ) -> None:
     """Verify one provider, or note why it is not timed. A peer may refuse in its own way."""
     try:

@@ -22,6 +22,7 @@ from kgen.cli.arguments import (
     add_problems,
     required_lines,
 )
+from kgen.cli.cast_speed import run_casts
 from kgen.cli.host_cost import run_host
 from kgen.cli.output import count, data, data_json, microseconds, note, spread, table
 from kgen.settings import Settings
@@ -78,6 +79,12 @@ def add_parser(commands: Commands) -> None:
         help="instead time what a call costs the Python thread, kgen's and torch._scaled_mm's, on "
         "the same tensors and on 64 sets in turn (default: time kernels)",
     )
+    parser.add_argument(
+        "--casts",
+        action="store_true",
+        help="instead time casts to FP8 and the gathers of a mixture of experts on 4096x7168 and "
+        "larger, beside a copy of as many bytes (default: time kernels)",
+    )
     add_policy(parser)
     add_compiler(parser)
     add_cache(parser)
@@ -89,6 +96,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     """Time and print; raises GpuMissing where there is no Hopper GPU."""
     if args.host:
         return run_host(args)
+    if args.casts:
+        return run_casts(args)
     lines = required_lines(args)
     parse_against(args.against)
     if args.plot:  # before minutes on a GPU, not after

@@ -15,6 +15,7 @@ from kgen.cli.arguments import OK, SHAPES_HELP, Commands, add_command, lines_of,
 from kgen.cli.output import count, data, note
 from kgen.errors import KgenError, ShapesError, UsageError
 from kgen.model_shapes import DEFAULT_TOKENS, LM_HEADS, Split, model_shapes
+from kgen.problem import KINDS
 from kgen.settings import Settings
 from kgen.shape_writer import FORMS, form_of, save, to_text
 from kgen.shapes import MAX_PROBLEMS, parse_line
@@ -40,6 +41,7 @@ _OF_CONFIG: Final[dict[str, Any]] = {
     "ep": 1,
     "tokens": DEFAULT_TOKENS,
     "lm_head": LM_HEADS[0],
+    "experts": KINDS[0],
 }
 
 
@@ -74,6 +76,12 @@ def add_parser(commands: Commands) -> None:
         "--lm-head",
         choices=LM_HEADS,
         help=f"output type of the last layer, or none to leave it out (default: {LM_HEADS[0]})",
+    )
+    parser.add_argument(
+        "--experts",
+        choices=KINDS,
+        help="kind of the experts' problems: dense ones one by one, or all of a GPU's in one of a "
+        f"grouped kind (default: {KINDS[0]})",
     )
     add_output(parser)
     parser.set_defaults(run=run)
@@ -138,7 +146,7 @@ def _from_config(args: argparse.Namespace) -> int:
         name: default if getattr(args, name) is None else getattr(args, name)
         for name, default in _OF_CONFIG.items()
     }
-    split = Split(_rows(values["tokens"]), values["tp"], values["ep"], values["lm_head"])
+    split = Split(**values | {"tokens": _rows(values["tokens"])})
     try:
         found = model_shapes(load_config(args.from_config), split)
     except UsageError as error:

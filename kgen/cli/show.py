@@ -112,8 +112,8 @@ def choose(problem: GemmProblem, settings: Settings) -> Chosen:
 def _summary(chosen: Chosen, settings: Settings) -> str:
     from kgen.config import grid_size, resources
 
-    problem = chosen.problem
-    derived = resources(chosen.config, problem.d_dtype, problem.recipe, problem.bias)
+    p = chosen.problem
+    derived = resources(chosen.config, p.d_dtype, p.recipe, p.bias, kind=p.kind)
     facts = {
         "problem": str(chosen.problem),
         "configuration": str(chosen.config),

@@ -17,7 +17,7 @@ from kgen.runtime.operands import Inputs, Sizes, unfit_matrices
 from kgen.runtime.stats import Stats
 
 #: Up to this M the kernel reads row-major scales of A itself; above, turning them is cheaper.
-_MAX_DIRECT_M: Final = 128
+MAX_DIRECT_M: Final = 128
 
 
 def copy_reasons(x: Inputs, sizes: Sizes) -> dict[str, str]:
@@ -34,7 +34,7 @@ def copy_reasons(x: Inputs, sizes: Sizes) -> dict[str, str]:
 def is_worth_turning(sfa: torch.Tensor) -> bool:
     """Whether to make A's scales column-major first."""
     rows, blocks = sfa.shape
-    return rows > _MAX_DIRECT_M and blocks > 1 and sfa.stride(0) != 1
+    return rows > MAX_DIRECT_M and blocks > 1 and sfa.stride(0) != 1
 
 
 def run_with_copies(

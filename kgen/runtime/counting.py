@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from kgen.problem import GemmProblem
+from kgen.runtime.grouped_kernel import GroupedKernel
 from kgen.runtime.kernel import Kernel, Launch
 from kgen.runtime.operands import Sizes
 from kgen.runtime.record import RECORDER
@@ -43,18 +44,41 @@ class CountedKernel(Kernel):
         return CountedLaunch(super().prepare(*tensors, **options), self._cell)
 
 
+class CountedGroupedKernel(GroupedKernel):
+    """The same of a grouped kind."""
+
+    def __init__(self, kernel: GroupedKernel, cell: list[int]) -> None:
+        vars(self).update(vars(kernel))
+        self.kind = kernel.kind  # type: ignore[misc]  # of this object, not of the class
+        self._cell = cell
+
+    def prepare_grouped(self, *args: Any, **options: Any) -> Launch:
+        """As in GroupedKernel."""
+        return CountedLaunch(super().prepare_grouped(*args, **options), self._cell)
+
+
 def counted(kernel: Kernel, problem: GemmProblem, guessed: bool) -> Kernel:
     """The kernel for calls of a problem: one that counts them, or itself where none are recorded.
 
     `guessed`: it was not tuned for this problem.
     """
     cell = RECORDER.cell(problem, guessed)
-    return kernel if cell is None else CountedKernel(kernel, cell)
+    if cell is None:
+        return kernel
+    if isinstance(kernel, GroupedKernel):
+        return CountedGroupedKernel(kernel, cell)
+    return CountedKernel(kernel, cell)
 
 
 def count_reference(sizes: Sizes, num_sms: int, batch_invariant: bool = False) -> None:
     """Count a call that the reference answers; no size is 0."""
     if RECORDER.is_on:
-        cell = RECORDER.cell(sizes.problem(num_sms, batch_invariant), guessed=False)
+        count_problem(sizes.problem(num_sms, batch_invariant))
+
+
+def count_problem(problem: GemmProblem) -> None:
+    """Count a call of a problem that the reference answers."""
+    if RECORDER.is_on:
+        cell = RECORDER.cell(problem, guessed=False)
         if cell is not None:
             cell[0] += 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
@@ -20,13 +21,15 @@ from kgen.errors import DatabaseError, DriverError, KgenError, LaunchError
 from kgen.problem import GemmProblem
 from kgen.runtime import driver
 from kgen.runtime.counting import counted
+from kgen.runtime.grouped_kernel import KERNELS
 from kgen.runtime.kernel import Kernel
 from kgen.runtime.lookup import Choice, Winner, choose, default_for, read_winners
 from kgen.runtime.stats import Stats
 from kgen.settings import Settings
 
 if TYPE_CHECKING:
-    from kgen.build import Cubin
+    from kgen.build import Cubin, PlainCubin
+    from kgen.render import PlainSource
 
 #: Problems remembered. A server sees many M; a forgotten one is looked up in memory again.
 _MAX_PLANS: Final = 1 << 16
@@ -170,7 +173,7 @@ class Dispatcher:
     def _load(self, problem: GemmProblem, config: GemmConfig) -> Kernel:
         cubin = self._builder.build(problem, config)
         self._stats.add("cache_hits" if cubin.from_cache else "compiles")
-        kernel = Kernel.load(
+        kernel = KERNELS[problem.kind].load(
             cubin.data,
             cubin.entry,
             config,
@@ -193,9 +196,15 @@ class Dispatcher:
         if is_capturing(self.ordinal):
             raise Capturing(
                 f"[{problem}] has no loaded kernel yet, and a CUDA graph is being captured, which "
-                "forbids loading one: before the capture, run the same call once, or "
-                f"kgen.runtime.gemm.warm_up(m={problem.m}, n={problem.n}, k={problem.k}, ...)"
+                f"forbids loading one: before the capture, {_how_to_warm(problem)}"
             )
+
+
+def _how_to_warm(problem: GemmProblem) -> str:
+    if problem.is_grouped:
+        return "run the same call once"
+    sizes = f"m={problem.m}, n={problem.n}, k={problem.k}"
+    return f"run the same call once, or kgen.runtime.gemm.warm_up({sizes}, ...)"
 
 
 class Capturing(LaunchError):
@@ -208,6 +217,19 @@ def is_capturing(ordinal: int) -> bool:
         return False
     with torch.cuda.device(ordinal):
         return bool(torch.cuda.is_current_stream_capturing())
+
+
+def hopper_ordinal(device: torch.device) -> int | None:
+    """The CUDA ordinal of a Hopper GPU; None for a CPU or a GPU that no kernel is made for."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    ordinal = torch.cuda.current_device() if device.index is None else device.index
+    return ordinal if _is_hopper(ordinal) else None
+
+
+@cache
+def _is_hopper(ordinal: int) -> bool:
+    return torch.cuda.get_device_capability(ordinal) == (9, 0)
 
 
 def raise_if_final(error: KgenError) -> None:
@@ -246,3 +268,9 @@ class StoredBuilder:
         from kgen.build import build
 
         return build(problem, config, self._compiler, self._store, self._timeout_s)
+
+    def build_plain(self, source: PlainSource) -> PlainCubin:
+        """The cubin of a kernel beside the GEMM; raises a KgenError."""
+        from kgen.build import build_plain
+
+        return build_plain(source, self._compiler, self._store, self._timeout_s)

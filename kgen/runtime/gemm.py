@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, Final
 
 import torch
@@ -21,19 +20,32 @@ from torch.compiler import is_dynamo_compiling
 
 from kgen.device import Device
 from kgen.errors import KgenError, UnsupportedInput, UsageError
-from kgen.problem import RECIPES
-from kgen.quant import (
-    E4M3,
+from kgen.problem import RECIPES, GemmProblem
+from kgen.quant import E4M3
+from kgen.reference import D_DTYPE_NAMES, OPERAND_DTYPE_NAMES, gemm_reference_into
+from kgen.runtime import grouped, ops
+from kgen.runtime.casts import (
     per_block_cast_to_fp8,
     per_row_cast_to_fp8,
     per_tensor_cast_to_fp8,
     per_token_cast_to_fp8,
 )
-from kgen.reference import D_DTYPE_NAMES, OPERAND_DTYPE_NAMES, gemm_reference_into
-from kgen.runtime import ops
 from kgen.runtime.copies import copy_reasons, is_worth_turning, run_with_copies
 from kgen.runtime.counting import count_reference
-from kgen.runtime.dispatch import Dispatcher, Plan, StoredBuilder, raise_if_final
+from kgen.runtime.dispatch import (
+    Dispatcher,
+    Plan,
+    StoredBuilder,
+    hopper_ordinal,
+    raise_if_final,
+)
+from kgen.runtime.grouped import (
+    get_m_alignment_for_contiguous_layout,
+    m_grouped_gemm_fp8_fp8_bf16_nt_contiguous,
+    m_grouped_gemm_fp8_fp8_bf16_nt_masked,
+    m_grouped_gemm_fp8_nt_contiguous,
+    m_grouped_gemm_fp8_nt_masked,
+)
 from kgen.runtime.guard import Same, count_write, layout_of, same_as
 from kgen.runtime.kernel import Launch, current_device, current_stream
 from kgen.runtime.operands import Inputs, Sizes, as_matrices, check, unpack
@@ -47,9 +59,14 @@ __all__ = [
     "gemm_fp8_fp8_bf16_nt",
     "gemm_fp8_nt",
     "get_col_major_tma_aligned_tensor",
+    "get_m_alignment_for_contiguous_layout",
     "get_num_sms",
     "is_batch_invariant",
     "last_path",
+    "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous",
+    "m_grouped_gemm_fp8_fp8_bf16_nt_masked",
+    "m_grouped_gemm_fp8_nt_contiguous",
+    "m_grouped_gemm_fp8_nt_masked",
     "missed_shapes",
     "mm_fp8_nt",
     "per_block_cast_to_fp8",
@@ -305,7 +322,7 @@ def plan_for(
             f"{', '.join(RECIPES)}, and fast_accum for row and tensor only"
         )
     torch_device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    ordinal = _hopper_ordinal(torch_device)
+    ordinal = hopper_ordinal(torch_device)
     if ordinal is None or min(m, n, k) < 1:
         return None
     sizes = Sizes(
@@ -332,6 +349,7 @@ def reload() -> None:
     with _lock:
         _dispatchers.clear()
         _prepared.clear()
+        grouped.forget()
     RECORDER.reopen()
 
 
@@ -383,7 +401,7 @@ def _first_call(x: Inputs, key: tuple[Any, ...], ready: _Ready | None) -> None:
         _state.path = "empty"
         return
     x = as_matrices(x, sizes.recipe)
-    ordinal = _hopper_ordinal(x.a.device)
+    ordinal = hopper_ordinal(x.a.device)
     plan = None if ordinal is None else _plan(ordinal, sizes)
     if ordinal is None or plan is None or plan.kernel is None:
         count_reference(sizes, _Policy.num_sms, is_batch_invariant())
@@ -397,17 +415,22 @@ def _first_call(x: Inputs, key: tuple[Any, ...], ready: _Ready | None) -> None:
         _state.path = "kernel with copies" if reasons else "kernel"
         return
     launch = plan.kernel.prepare(*x.tensors(), num_sms=num_sms)
-    _stats.add("prepared")
-    ready = _Ready(same_as(tensors), layout_of(tensors), ordinal, launch)
+    ready = _ready(tensors, ordinal, launch)
     _remember(key, ready)
     _run(ready, x.out)
 
 
 def _plan(ordinal: int, sizes: Sizes) -> Plan:
+    return _plan_of(ordinal, lambda num_sms: sizes.problem(num_sms, is_batch_invariant()))[0]
+
+
+def _plan_of(ordinal: int, problem: Callable[[int], GemmProblem]) -> tuple[Plan, int]:
+    """How the problem that there is under a budget of SMs is answered, and that budget."""
     dispatcher = _dispatchers.get(ordinal) or _make_dispatcher(ordinal)
     if isinstance(dispatcher, str):
-        return Plan(None, None, dispatcher)
-    return dispatcher.plan(sizes.problem(_budget(dispatcher.device), is_batch_invariant()))
+        return Plan(None, None, dispatcher), 0
+    num_sms = _budget(dispatcher.device)
+    return dispatcher.plan(problem(num_sms)), num_sms
 
 
 def _make_dispatcher(ordinal: int) -> Dispatcher | str:
@@ -428,14 +451,17 @@ def _make_dispatcher(ordinal: int) -> Dispatcher | str:
 def _refer(x: Inputs, sizes: Sizes, reason: str) -> None:
     """The reference answers: by design without a `reason`, else because no kernel could."""
     if reason:
-        _stats.add_reason("fallbacks", reason)
-        _stats.warn_once(
-            f"fallback {reason}",
-            f"kgen answers with the slow reference on {x.a.device}, because {reason}",
-        )
+        _fall_back(x.a.device, reason)
     with torch.no_grad():
         gemm_reference_into(x.out, x.a, x.sfa, x.b, x.sfb, bias=x.bias, recipe=sizes.recipe)
     _state.path = "reference"
+
+
+def _fall_back(device: torch.device, reason: str) -> None:
+    _stats.add_reason("fallbacks", reason)
+    _stats.warn_once(
+        f"fallback {reason}", f"kgen answers with the slow reference on {device}, because {reason}"
+    )
 
 
 def _budget(device: Device) -> int:
@@ -452,19 +478,6 @@ def _remember(key: tuple[Any, ...], ready: _Ready) -> None:
 # ------------------------------------------------------------------------------- devices
 
 
-def _hopper_ordinal(device: torch.device) -> int | None:
-    """The CUDA ordinal of a Hopper GPU; None for a CPU or a GPU that no kernel is made for."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return None
-    ordinal = torch.cuda.current_device() if device.index is None else device.index
-    return ordinal if _is_hopper(ordinal) else None
-
-
-@cache
-def _is_hopper(ordinal: int) -> bool:
-    return torch.cuda.get_device_capability(ordinal) == (9, 0)
-
-
 def _device_sms() -> int:
     if not torch.cuda.is_available():
         return 0
@@ -478,7 +491,29 @@ def _after_fork() -> None:
     _stats.after_fork()
     _dispatchers.clear()
     _prepared.clear()
+    grouped.forget()
+
+
+def _ready(tensors: tuple[torch.Tensor, ...], ordinal: int, launch: Launch) -> _Ready:
+    _stats.add("prepared")
+    return _Ready(same_as(tensors), layout_of(tensors), ordinal, launch)
+
+
+def _set_path(path: str) -> None:
+    _state.path = path
 
 
 os.register_at_fork(after_in_child=_after_fork)
 ops.register(gemm_fp8_nt)
+grouped.attach(
+    grouped.Host(
+        hopper_ordinal=lambda device: hopper_ordinal(device),  # noqa: PLW0108, tests replace it
+        plan=_plan_of,
+        budget=lambda: _Policy.num_sms,
+        ready=_ready,
+        run=_run,
+        count_turned=lambda: _stats.add_reason("copies", "a_scales: row-major"),
+        fall_back=_fall_back,
+        set_path=_set_path,
+    )
+)

@@ -11,7 +11,7 @@ import ctypes
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import ClassVar, Final, Self
 
 import torch
 
@@ -162,6 +162,12 @@ def operands(
     return o
 
 
+def resources_of(config: GemmConfig, problem: GemmProblem) -> Resources:
+    """What a kernel of the problem's class needs."""
+    p = problem
+    return resources(config, p.d_dtype, p.recipe, p.bias, kind=p.kind)
+
+
 class Launch:
     """One kernel with its arguments packed: `run(stream)` starts it. May be run from any thread.
 
@@ -230,6 +236,9 @@ class Launch:
 class Kernel:
     """A cubin loaded on one device, for every M of its problem class."""
 
+    #: The kind of problem; kernels of grouped kinds are made in `kgen.runtime.grouped_kernel`.
+    kind: ClassVar[str] = "dense"
+
     def __init__(
         self,
         handles: tuple[int, int],
@@ -245,7 +254,7 @@ class Kernel:
         self.config = config
         self.problem = problem
         self.ordinal = ordinal
-        self.resources = resources(config, problem.d_dtype, problem.recipe, problem.bias)
+        self.resources = resources_of(config, problem)
         self.device = driver.device_facts(ordinal)
         size = config.cluster_size
         if size > 1:
@@ -264,7 +273,7 @@ class Kernel:
         problem: GemmProblem,
         ordinal: int,
         made_by: str = "",
-    ) -> Kernel:
+    ) -> Self:
         """Load a cubin on `cuda:ordinal`. `made_by` names the compiler in messages.
 
         `problem` is one that the cubin serves; its sizes and SM budget are not used.
@@ -272,7 +281,7 @@ class Kernel:
         Raises LaunchError when the driver refuses the image or its resources, DriverError with
         `fatal` when the context is lost.
         """
-        smem_bytes = resources(config, problem.d_dtype, problem.recipe, problem.bias).smem_bytes
+        smem_bytes = resources_of(config, problem).smem_bytes
         try:
             handles = driver.load_function(cubin, entry, smem_bytes, ordinal)
             return cls(handles, entry, config, problem=problem, ordinal=ordinal)

@@ -2,41 +2,50 @@
 
     gemm_fp8_nt(a, a_scales, b, b_scales, Tensor(a!) out, *, bias, recipe, fast_accum) -> ()
     mm_fp8_nt(a, a_scales, b, b_scales, out_dtype, *, bias, recipe, fast_accum) -> Tensor
-    per_token_cast_to_fp8(x) -> (Tensor, Tensor)
-    per_block_cast_to_fp8(x) -> (Tensor, Tensor)
+    per_token_cast_to_fp8(x, pow2_scales=False, row_major_scales=False) -> (Tensor, Tensor)
+    per_block_cast_to_fp8(x, pow2_scales=False) -> (Tensor, Tensor)
+    cast_to_fp8(x, recipe, direction, amax, pow2_scales, row_major_scales, dtype) -> Tensor[]
     get_col_major_tma_aligned_tensor(x) -> Tensor, always a copy
 
-Shapes and types as in the functions of the same names in `kgen.runtime.gemm` and `kgen.quant`.
-Takes the function that runs a GEMM; gives the operators, with stand-in implementations in which
-every size may be symbolic. Imports torch, quant and operands; touches no GPU.
+Shapes and types as in the functions of the same names in `kgen.runtime.gemm` and
+`kgen.runtime.casts`; `cast_to_fp8` leaves out of its list what was not asked for. Takes the
+functions that run a GEMM and a cast; gives the operators, with stand-in implementations in which
+every size may be symbolic. Imports torch, quant, operands and cast_options; touches no GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
 
 from kgen import quant
 from kgen.errors import UnsupportedInput
-from kgen.problem import SCALE_BLOCK, ceil_div
-from kgen.quant import E4M3
 from kgen.reference import D_DTYPE_NAMES, OPERAND_DTYPE_NAMES
+from kgen.runtime.cast_options import CastOptions, CastResult
 from kgen.runtime.operands import Inputs
 
 Tensor = torch.Tensor
 Pair = tuple[Tensor, Tensor]
 #: gemm((a, a_scales), (b, b_scales), out, bias=, recipe=, fast_accum=)
 Gemm = Callable[..., None]
+Cast = Callable[[Tensor, CastOptions], CastResult]
 
 _OPERANDS: Final = "Tensor a, Tensor a_scales, Tensor b, Tensor b_scales"
 _OPTIONS: Final = "*, Tensor? bias=None, str? recipe=None, bool fast_accum=False"
 _SCHEMAS: Final = {
     "gemm_fp8_nt": f"({_OPERANDS}, Tensor(a!) out, {_OPTIONS}) -> ()",
     "mm_fp8_nt": f"({_OPERANDS}, ScalarType out_dtype, {_OPTIONS}) -> Tensor",
-    "per_token_cast_to_fp8": "(Tensor x) -> (Tensor, Tensor)",
-    "per_block_cast_to_fp8": "(Tensor x) -> (Tensor, Tensor)",
+    "per_token_cast_to_fp8": (
+        "(Tensor x, bool pow2_scales=False, bool row_major_scales=False) -> (Tensor, Tensor)"
+    ),
+    "per_block_cast_to_fp8": "(Tensor x, bool pow2_scales=False) -> (Tensor, Tensor)",
+    "cast_to_fp8": (
+        "(Tensor x, str recipe, str direction, bool amax, bool pow2_scales, "
+        "bool row_major_scales, ScalarType dtype) -> Tensor[]"
+    ),
     "get_col_major_tma_aligned_tensor": "(Tensor x) -> Tensor",
 }
 #: Keeps the registrations alive, also if this module is loaded again: they end with their Library.
@@ -44,25 +53,33 @@ _libraries: list[torch.library.Library] = globals().get("_libraries", [])
 
 
 def register(gemm: Gemm) -> None:
-    """Define the operators, once a process; `gemm` is what runs one."""
-    if hasattr(torch.ops.kgen, "gemm_fp8_nt"):
+    """Define the GEMM's operators, once a process; `gemm` is what runs one."""
+    _define(
+        {
+            "gemm_fp8_nt": lambda a, sfa, b, sfb, out, **options: gemm(
+                (a, sfa), (b, sfb), out, **options
+            ),
+            "mm_fp8_nt": _allocating(gemm),
+            "get_col_major_tma_aligned_tensor": quant.col_major_tma_aligned_copy,
+        }
+    )
+
+
+def register_casts(cast: Cast) -> None:
+    """Define the casts' operators, once a process; `cast(x, options)` runs one."""
+    _define({name: partial(made, cast) for name, made in _CASTS.items()})
+
+
+def _define(kernels: dict[str, Callable[..., Any]]) -> None:
+    if hasattr(torch.ops.kgen, next(iter(kernels))):
         return
     library: Any = torch.library.Library("kgen", "FRAGMENT")  # type: ignore[no-untyped-call]
     _libraries.append(library)
-    kernels: dict[str, Callable[..., Any]] = {
-        "gemm_fp8_nt": lambda a, sfa, b, sfb, out, **options: gemm(
-            (a, sfa), (b, sfb), out, **options
-        ),
-        "mm_fp8_nt": _allocating(gemm),
-        "per_token_cast_to_fp8": quant.per_token_cast_to_fp8,
-        "per_block_cast_to_fp8": quant.per_block_cast_to_fp8,
-        "get_col_major_tma_aligned_tensor": quant.col_major_tma_aligned_copy,
-    }
-    for name, schema in _SCHEMAS.items():
-        library.define(name + schema)
+    for name, kernel in kernels.items():
+        library.define(name + _SCHEMAS[name])
         for key in ("CPU", "CUDA"):
-            library.impl(name, kernels[name], key)
-        library.impl(name, _without_gradient(name), "Autograd")
+            library.impl(name, kernel, key)
+        library.impl(name, without_gradient(name), "Autograd")
         torch.library.register_fake(f"kgen::{name}", _FAKES[name], lib=library)
 
 
@@ -72,12 +89,25 @@ def call_gemm(x: Inputs) -> None:
     torch.ops.kgen.gemm_fp8_nt(x.a, x.sfa, x.b, x.sfb, x.out, **options)
 
 
+def call_cast(x: Tensor, options: CastOptions) -> CastResult:
+    """The cast through its operator, for tensors that stand for others."""
+    o = options
+    given: list[Tensor | None] = list(
+        torch.ops.kgen.cast_to_fp8(
+            x, o.recipe, o.direction, o.amax, o.pow2_scales, o.row_major_scales, o.dtype
+        )
+    )
+    there = (o.normal, o.normal, o.transposed, o.transposed, o.amax)
+    return CastResult(*(given.pop(0) if asked else None for asked in there))
+
+
 def stand_for_others(x: Inputs) -> bool:
     """Whether PyTorch must see the call: a tracer's tensors, or subclasses that wrap tensors."""
-    return any(_stands_for_another(tensor) for tensor in x.tensors())
+    return any(stands_for_another(tensor) for tensor in x.tensors())
 
 
-def _stands_for_another(x: Tensor) -> bool:
+def stands_for_another(x: Tensor) -> bool:
+    """Whether PyTorch must see what is done with a tensor."""
     return type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
@@ -86,7 +116,7 @@ def get_col_major_tma_aligned_tensor(x: Tensor) -> Tensor:
 
     There the copy is always made: a compiler knows no addresses.
     """
-    if torch.compiler.is_compiling() or (isinstance(x, Tensor) and _stands_for_another(x)):
+    if torch.compiler.is_compiling() or (isinstance(x, Tensor) and stands_for_another(x)):
         copy: Tensor = torch.ops.kgen.get_col_major_tma_aligned_tensor(x)
         return copy
     return quant.get_col_major_tma_aligned_tensor(x)
@@ -121,7 +151,7 @@ def _allocating(gemm: Gemm) -> Callable[..., Tensor]:
     return mm_fp8_nt
 
 
-def _without_gradient(name: str) -> Callable[..., Any]:
+def without_gradient(name: str) -> Callable[..., Any]:
     """The operator's kernel for autograd: refuses what requires a gradient, passes on the rest."""
 
     full_name, operator = f"kgen::{name}", getattr(torch.ops.kgen, name).default
@@ -155,18 +185,34 @@ def _fake_mm(
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
 
-def _fake_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
-    _check(x.dim() == 2 and x.dtype in D_DTYPE_NAMES, "x", x, "BF16, FP16 or FP32 [M, K]")
-    m, k = x.shape
-    scales = x.new_empty(m, ceil_div(k, SCALE_BLOCK), dtype=torch.float32)
-    return x.new_empty(m, k, dtype=E4M3), scales
+def _per_token(cast: Cast, x: Tensor, pow2: bool = False, row_major: bool = False) -> Any:
+    return cast(x, _options(x, CastOptions(pow2_scales=pow2, row_major_scales=row_major)))[:2]
 
 
-def _fake_per_block(x: Tensor) -> tuple[Tensor, Tensor]:
-    _check(x.dim() == 2 and x.dtype in D_DTYPE_NAMES, "x", x, "BF16, FP16 or FP32 [N, K]")
-    n, k = x.shape
-    blocks = (ceil_div(n, SCALE_BLOCK), ceil_div(k, SCALE_BLOCK))
-    return x.new_empty(n, k, dtype=E4M3), x.new_empty(blocks, dtype=torch.float32)
+def _per_block(cast: Cast, x: Tensor, pow2: bool = False) -> Any:
+    return cast(x, _options(x, CastOptions("block", pow2_scales=pow2)))[:2]
+
+
+def _any_cast(cast: Cast, x: Tensor, *choices: Any) -> list[Tensor]:
+    result = cast(x, _options(x, CastOptions(*choices)))
+    return [tensor for tensor in result if tensor is not None]
+
+
+def _options(x: Tensor, options: CastOptions) -> CastOptions:
+    options.check(x)
+    return options
+
+
+def _fake_cast(x: Tensor, options: CastOptions) -> CastResult:
+    return options.allocate(x)
+
+
+#: An operator's kernel, once it is given what casts.
+_CASTS: Final[dict[str, Callable[..., Any]]] = {
+    "cast_to_fp8": _any_cast,
+    "per_token_cast_to_fp8": _per_token,
+    "per_block_cast_to_fp8": _per_block,
+}
 
 
 def _check_operands(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor) -> None:
@@ -198,7 +244,6 @@ def _check(good: Any, name: str, tensor: Tensor, expected: str) -> None:
 _FAKES: Final[dict[str, Callable[..., Any]]] = {
     "gemm_fp8_nt": _fake_gemm,
     "mm_fp8_nt": _fake_mm,
-    "per_token_cast_to_fp8": _fake_per_token,
-    "per_block_cast_to_fp8": _fake_per_block,
+    **{name: partial(made, _fake_cast) for name, made in _CASTS.items()},
     "get_col_major_tma_aligned_tensor": quant.empty_col_major,
 }

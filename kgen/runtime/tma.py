@@ -26,19 +26,20 @@ _OOB_FILL_ZERO: Final = 0
 _MAX_BOX: Final = 256
 _MAX_PITCH_BYTES: Final = 2**40
 
-_Extents = ctypes.c_uint64 * 2
-_Pitch = ctypes.c_uint64 * 1
-_Box = ctypes.c_uint32 * 2
-_UNIT_STRIDES = _Box(1, 1)
+_Extents = ctypes.c_uint64 * 3
+_Pitches = ctypes.c_uint64 * 2
+_Box = ctypes.c_uint32 * 3
+_UNIT_STRIDES = _Box(1, 1, 1)
 _UNIT_STRIDES_AT: Final = ctypes.addressof(_UNIT_STRIDES)
 
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A row-pitched matrix as TMA walks it, box by box.
+    """A row-pitched matrix as TMA walks it, box by box; or `groups` of them, a third dimension.
 
-    `dims` and `box` are (inner, outer) in elements, `pitch_bytes` is from row to row. Elements
-    outside the matrix read as zero and are not written.
+    `dims` and `box` are (inner, outer) in elements, `pitch_bytes` is from row to row,
+    `group_pitch_bytes` from matrix to matrix; `groups` = 0 stands for one matrix and two
+    dimensions. Elements outside a matrix read as zero and are not written.
     """
 
     data_type: str
@@ -47,9 +48,11 @@ class TensorMap:
     pitch_bytes: int
     box: tuple[int, int]
     swizzle_bytes: int = 0
+    groups: int = 0
+    group_pitch_bytes: int = 0
 
     def why_not(self) -> str | None:
-        """Why TMA can not address this matrix, or None when it can (cuda.h, rank 2)."""
+        """Why TMA can not address this matrix, or None when it can (cuda.h, rank 2 and 3)."""
         row_bytes = self.box[0] * DATA_TYPES[self.data_type][1]
         if self.address % TMA_ALIGN_BYTES or not self.address:
             return f"address {self.address:#x}: expected a multiple of {TMA_ALIGN_BYTES}"
@@ -58,7 +61,12 @@ class TensorMap:
                 f"row pitch of {self.pitch_bytes} bytes: "
                 f"expected a multiple of {TMA_ALIGN_BYTES} below 2^40"
             )
-        if not all(1 <= extent <= MAX_EXTENT for extent in self.dims):
+        pitch = self.group_pitch_bytes
+        if self.groups and (pitch % TMA_ALIGN_BYTES or not 0 < pitch < _MAX_PITCH_BYTES):
+            return (
+                f"group pitch of {pitch} bytes: expected a multiple of {TMA_ALIGN_BYTES} below 2^40"
+            )
+        if not all(1 <= extent <= MAX_EXTENT for extent in (*self.dims, self.groups or 1)):
             return f"extents {self.dims}: expected 1 to {MAX_EXTENT}"
         if not all(1 <= extent <= _MAX_BOX for extent in self.box):
             return f"box {self.box}: expected 1 to {_MAX_BOX} elements each way"
@@ -74,18 +82,19 @@ class TensorMap:
         """
         reason = self.why_not()
         if reason:
-            shape = list(self.dims[::-1])
+            shape = [*([self.groups] if self.groups else []), *self.dims[::-1]]
             raise UnsupportedInput(f"no tensor map for {self.data_type}{shape}: {reason}")
         if target % TENSOR_MAP_ALIGN:
             raise ValueError(f"map at {target:#x}: expected a multiple of {TENSOR_MAP_ALIGN}")
-        dims, pitch, box = _Extents(*self.dims), _Pitch(self.pitch_bytes), _Box(*self.box)
+        dims, box = _Extents(*self.dims, self.groups), _Box(*self.box, 1)
+        pitches = _Pitches(self.pitch_bytes, self.group_pitch_bytes)
         code = driver.encode_tensor_map()(
             target,
             DATA_TYPES[self.data_type][0],
-            2,
+            3 if self.groups else 2,
             self.address,
             ctypes.addressof(dims),
-            ctypes.addressof(pitch),
+            ctypes.addressof(pitches),
             ctypes.addressof(box),
             _UNIT_STRIDES_AT,
             _INTERLEAVE_NONE,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -20,10 +20,13 @@ from kgen.build import Cubin
 from kgen.cases import Case
 from kgen.device import Device
 from kgen.errors import DriverError, GpuMissing, KgenError, MeasureError, Untunable, WrongResult
+from kgen.grouped_cases import GroupedCase
+from kgen.grouped_verify import verify_grouped
 from kgen.measure import Timing, measure_many, policy_named
 from kgen.problem import GemmProblem
 from kgen.reference import TORCH_D_DTYPES
 from kgen.runtime import driver
+from kgen.runtime.grouped_kernel import KERNELS, GroupedKernel
 from kgen.runtime.kernel import Kernel, Launch, current_stream
 from kgen.search.gpu_worker import Hello, Measured
 from kgen.verify import Seal, Verified, shared_growths, verify
@@ -54,7 +57,7 @@ class GpuBody:
         self._ordinal = ordinal
         self._torch_device = torch.device("cuda", ordinal)
         self._device = device
-        self._case: Case | None = None
+        self._case: Case | GroupedCase | None = None
         self._output: torch.Tensor | None = None
         self._seal: Seal | None = None
         self._contenders: dict[str, Contender] = {}
@@ -69,6 +72,14 @@ class GpuBody:
         """Free the last problem and make inputs and reference of this one."""
         self._close()
         with _explained(f"inputs and reference of {problem}"):
+            if problem.is_grouped:
+                grouped = GroupedCase(problem, self._torch_device)
+                self._output = grouped.empty(grouped.full)
+                _ = grouped.output
+                self._seal = Seal(grouped.constants())
+                self._case = grouped
+                torch.cuda.synchronize()
+                return
             case = Case(problem, self._torch_device)
             # Made here, under the limit of `open`, and not in the first candidate's time.
             _ = case.output, case.exact, case.own_growth
@@ -92,25 +103,48 @@ class GpuBody:
         """Load the cubin and check it; the largest error of a tile."""
         assert self._case is not None, "a problem is open"
         assert self._output is not None, "a problem is open"
-        problem = self._case.problem
-        config, ordinal = cubin.config, self._ordinal
-        kernel = Kernel.load(cubin.data, cubin.entry, config, cubin.problem, ordinal)
-
-        def launch(*tensors: torch.Tensor) -> None:
-            kernel.prepare(*tensors, num_sms=problem.num_sms).run(current_stream(ordinal))
-
+        problem, config = self._case.problem, cubin.config
+        load = KERNELS[problem.kind].load if problem.is_grouped else Kernel.load
+        kernel = load(cubin.data, cubin.entry, config, cubin.problem, self._ordinal)
         try:
             with _explained(f"verification of {config} for {problem}"):
-                verified = verify(launch, self._case, any_nk=config.baked_dims == "none")
+                verified = self._verified(kernel, self._case)
         except WrongResult as error:
             kernel.unload()
             self._check_seal(f"{config}, which is wrong ({error}),")
             raise
         self._check_seal(str(config))
-        tensors = (*self._case.inputs(problem.m), self._output, *self._case.bias)
-        ready = kernel.prepare(*tensors, num_sms=problem.num_sms)
+        ready = self._prepared(kernel, self._case, self._output)
         self._contenders[cubin.key] = Contender(kernel, ready, verified)
         return verified.max_tile_error
+
+    def _verified(self, kernel: Kernel, case: Case | GroupedCase) -> Verified:
+        num_sms, ordinal = case.problem.num_sms, self._ordinal
+        if isinstance(case, GroupedCase):
+            assert isinstance(kernel, GroupedKernel), "the case's kind"
+
+            def launch_grouped(tensors: Any, by_index: bool) -> None:
+                launch = kernel.prepare_grouped(tensors, by_index=by_index, num_sms=num_sms)
+                launch.run(current_stream(ordinal))
+
+            return verify_grouped(launch_grouped, case)
+
+        def launch(*tensors: torch.Tensor) -> None:
+            kernel.prepare(*tensors, num_sms=num_sms).run(current_stream(ordinal))
+
+        return verify(launch, case, any_nk=kernel.config.baked_dims == "none")
+
+    @staticmethod
+    def _prepared(kernel: Kernel, case: Case | GroupedCase, d: torch.Tensor) -> Launch:
+        """The launch that is timed."""
+        num_sms = case.problem.num_sms
+        if isinstance(case, GroupedCase):
+            assert isinstance(kernel, GroupedKernel), "the case's kind"
+            grouping = case.full.grouping
+            a, sfa, b, sfb = case.inputs(case.full)
+            tensors = (a, sfa, b, sfb, d, grouping.layout)
+            return kernel.prepare_grouped(tensors, by_index=grouping.by_index, num_sms=num_sms)
+        return kernel.prepare(*case.inputs(case.problem.m), d, *case.bias, num_sms=num_sms)
 
     def _check_seal(self, who: str) -> None:
         """Raise as for a fault, which costs this process its life, when inputs or references were

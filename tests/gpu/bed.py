@@ -21,6 +21,7 @@ from kgen.device import Device
 from kgen.problem import GemmProblem
 from kgen.render import problem_class
 from kgen.runtime import driver
+from kgen.runtime.grouped_kernel import KERNELS
 from kgen.runtime.kernel import Kernel
 from kgen.search.compile_pool import CompilePool
 from kgen.search.events import BUILDER
@@ -58,7 +59,8 @@ class Kernels:
         if key not in self._loaded:
             cubin = self._pool.submit(problem, config).result()
             ordinal = torch.cuda.current_device()
-            self._loaded[key] = Kernel.load(cubin.data, cubin.entry, config, cubin.problem, ordinal)
+            load = KERNELS[problem.kind].load
+            self._loaded[key] = load(cubin.data, cubin.entry, config, cubin.problem, ordinal)
         return self._loaded[key]
 
     def close(self) -> None:

@@ -85,7 +85,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     world = World()
     monkeypatch.setattr(driver, "_api", lambda: world.fake)
     monkeypatch.setattr(gemm, "_stats", world.stats)
-    monkeypatch.setattr(gemm, "_hopper_ordinal", lambda device: 0)
+    monkeypatch.setattr(gemm, "hopper_ordinal", lambda device: 0)
     monkeypatch.setattr(gemm, "current_device", lambda: world.current)
     for module in (gemm, copying):
         monkeypatch.setattr(module, "current_stream", lambda ordinal: 7000 + ordinal)

@@ -14,7 +14,7 @@ import pytest
 from kgen.cli.main import build_parser
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/grouped.md")
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix()
     for folder in ("kgen", "tests", "tools")

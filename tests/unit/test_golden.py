@@ -11,12 +11,12 @@ from kgen.config import GemmConfig, resources
 from kgen.errors import RenderError
 from kgen.problem import GemmProblem
 from kgen.render import _environment, render
-from tools.golden import CASES, FOLDER, golden_sources
+from tools.golden import CASES, FOLDER, GROUPED_CASES, golden_sources
 
 PROBLEM = GemmProblem("dense", 128, 2112, 7168)
 
 
-@pytest.mark.parametrize("name", [f"{case}.cu" for case in CASES])
+@pytest.mark.parametrize("name", [f"{case}.cu" for case in (*CASES, *GROUPED_CASES)])
 def test_source_is_as_kept(name: str) -> None:
     assert (FOLDER / name).read_text() == golden_sources()[name], "see tools/golden.py --accept"
 
@@ -64,7 +64,7 @@ def test_shared_memory_of_the_source_is_that_of_the_host() -> None:
 
 
 def test_a_name_that_a_template_lacks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kgen.render.resources", lambda *_: resources(GemmConfig()))
+    monkeypatch.setattr("kgen.render.resources", lambda *_, **__: resources(GemmConfig()))
     monkeypatch.setattr("kgen.render.asdict", lambda _: {})
     with pytest.raises(RenderError, match="undefined"):
         render(PROBLEM, GemmConfig())

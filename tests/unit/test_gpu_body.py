@@ -29,12 +29,12 @@ class FakeKernel:
 
     unloaded = 0
 
-    def __init__(self, offset: float) -> None:
-        self.offset = offset
+    def __init__(self, offset: float, config: GemmConfig) -> None:
+        self.offset, self.config = offset, config
 
     @classmethod
-    def load(cls, data: bytes, *_: Any) -> FakeKernel:
-        return cls(float(data))
+    def load(cls, data: bytes, entry: str, config: GemmConfig, *_: Any) -> FakeKernel:
+        return cls(float(data), config)
 
     def prepare(self, *tensors: Any, num_sms: int = 0) -> FakeLaunch:
         return FakeLaunch(self, tensors)
@@ -150,7 +150,7 @@ def test_a_kernel_that_writes_outside_its_output_is_a_fault(
 
 def test_a_stray_write_while_timed_is_a_fault(body: GpuBody, timer: Timer) -> None:
     body.verify(cubin())
-    assert body._case is not None
+    assert isinstance(body._case, Case)
     body._case.a.view(torch.uint8)[0, 0] ^= 64
     timer.results = [{"k": timing(10.0)}]
     with pytest.raises(DriverError, match="the candidate wrote outside its output"):

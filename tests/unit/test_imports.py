@@ -23,7 +23,13 @@ PACKAGE = ROOT / "kgen"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors settings",),
     ("problem device config shapes shape_writer model_configs model_shapes",),
-    ("model space heuristic", "cache.keys", "cache.records", "reference quant cases", "elf"),
+    (
+        "model space heuristic",
+        "cache.keys",
+        "cache.records",
+        "reference quant cases grouped_reference grouped_cases",
+        "elf",
+    ),
     (
         "render",
         "nvcc nvrtc toolchain compiler",
@@ -31,12 +37,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "disasm",
         "cache.artifacts",
         "cache.liveness cache.sqlite cache.rows cache.schema cache.connect cache.db",
-        "runtime.driver runtime.tma runtime.kernel",
-        "runtime.operands runtime.ops",
+        "runtime.driver runtime.tma runtime.kernel runtime.grouped_kernel",
+        "runtime.operands runtime.cast_options runtime.ops runtime.grouped_operands "
+        "runtime.grouped_ops",
         "runtime.stats runtime.record",
         "runtime.guard",
     ),
-    ("build", "verify", "runtime.lookup"),
+    ("build", "verify grouped_verify", "runtime.lookup"),
     (
         "nvml measure",
         "search.strategy",
@@ -46,11 +53,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "search.plan search.gpu_worker search.compile_pool search.builder search.gpu_body "
         "search.gpu_backend search.run search.session search.offline search.campaign search.tune",
-        "runtime.counting runtime.dispatch runtime.copies runtime.gemm",
+        "runtime.counting runtime.dispatch runtime.plain runtime.cast_launch runtime.casts "
+        "runtime.moe runtime.copies runtime.grouped runtime.gemm",
     ),
     ("bench",),  # nn, compat, serve: to come
     (
         "cli.output cli.arguments cli.progress cli.tune cli.best cli.show cli.render cli.host_cost "
+        "cli.cast_speed "
         "cli.bench cli.shapes cli.misses cli.doctor cli.main",
     ),
 )
@@ -70,11 +79,23 @@ THIRD_PARTY: dict[str, set[str]] = {
     "runtime.kernel": {"torch"},
     "cases": {"torch"},
     "verify": {"torch"},
+    "grouped_reference": {"torch"},
+    "grouped_cases": {"torch"},
+    "grouped_verify": {"torch"},
+    "runtime.grouped_kernel": {"torch"},
+    "runtime.grouped_operands": {"torch"},
+    "runtime.grouped_ops": {"torch"},
+    "runtime.grouped": {"torch"},
     "measure": {"torch"},
     "search.strategy": {"optuna"},
     "search.gpu_body": {"torch"},
     "runtime.operands": {"torch"},
     "runtime.ops": {"torch"},
+    "runtime.cast_options": {"torch"},
+    "runtime.plain": {"torch"},
+    "runtime.cast_launch": {"torch"},
+    "runtime.casts": {"torch"},
+    "runtime.moe": {"torch"},
     "runtime.copies": {"torch"},
     "runtime.guard": {"torch"},
     "runtime.dispatch": {"torch"},

@@ -12,6 +12,7 @@ import pytest
 from kgen.errors import UsageError
 from kgen.model_configs import ARCHITECTURES, load_config
 from kgen.model_shapes import DEFAULT_TOKENS, ModelShapes, Split, model_shapes
+from kgen.problem import GemmProblem
 from kgen.shapes import merge, parse_line
 
 Fields = dict[str, Any]
@@ -555,3 +556,18 @@ def test_files_that_are_no_config(tmp_path: Path, data: bytes, said: str) -> Non
 def test_a_missing_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
         load_config(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "masked"])
+def test_experts_in_one_problem_of_a_grouped_kind(kind: str) -> None:
+    """With 256 experts on 16 GPUs each has 16; 4096 tokens of 16 GPUs send 8 rows each."""
+    found = model_shapes(DEEPSEEK_V3, Split((1, 4096), ep=16, experts=kind))
+    lines = {line.problem: line.weight for line in found.lines if line.problem.kind == kind}
+    assert lines == {
+        GemmProblem(kind, 1, 4096, 7168, groups=16): 58.0,
+        GemmProblem(kind, 1, 7168, 2048, groups=16): 58.0,
+        GemmProblem(kind, 2048, 4096, 7168, groups=16): 58.0,
+        GemmProblem(kind, 2048, 7168, 2048, groups=16): 58.0,
+    }
+    with pytest.raises(UsageError, match="experts='sparse': expected one of dense, contiguous"):
+        Split((1,), experts="sparse")

@@ -24,13 +24,15 @@ from kgen.runtime import ops
 from kgen.runtime.operands import Inputs
 
 N, K = 136, 272  # two blocks of N and three of K, the last ones partial
-BF16 = torch.bfloat16
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
 def operands(m: int) -> tuple[torch.Tensor, ...]:
     """a, a_scales, b, b_scales, and an output of NaN."""
     generator = torch.Generator().manual_seed(m)
-    a, sfa = g.per_token_cast_to_fp8(torch.randn(m, K, generator=generator))
+    # Row-major: a graph for any M would take a column's pitch, of (1, 20), for M itself.
+    x = torch.randn(m, K, generator=generator)
+    a, sfa = g.per_token_cast_to_fp8(x, row_major_scales=True)
     b, sfb = g.per_block_cast_to_fp8(torch.randn(N, K, generator=generator))
     return a, sfa, b, sfb, torch.full((m, N), float("nan"), dtype=BF16)
 
@@ -62,6 +64,11 @@ SAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "mm_fp8_nt": lambda: [(*operands(20)[:4], torch.float16), (*operands(1)[:4], BF16)],
     "per_token_cast_to_fp8": lambda: [(torch.randn(20, K),), (torch.randn(20, 256, dtype=BF16),)],
     "per_block_cast_to_fp8": lambda: [(torch.randn(N, K),), (torch.randn(256, 256, dtype=BF16),)],
+    "cast_to_fp8": lambda: [
+        (torch.randn(20, K), "token", "both", True, False, False, E4M3),
+        (torch.randn(21, 256, dtype=BF16), "channel", "transposed", False, True, False, E4M3),
+        (torch.randn(5, K), "row", "normal", True, True, True, E4M3),
+    ],
     "get_col_major_tma_aligned_tensor": lambda: [
         (torch.randn(20, 3),),
         (torch.randn(3, 20).t(),),  # aligned already: a copy all the same

@@ -194,7 +194,7 @@ class Cuda(threading.local):
 @pytest.fixture
 def cuda(world: World, monkeypatch: pytest.MonkeyPatch) -> Cuda:
     cuda = Cuda([])
-    monkeypatch.setattr(gemm, "_hopper_ordinal", lambda device: cuda.tensors_on)
+    monkeypatch.setattr(gemm, "hopper_ordinal", lambda device: cuda.tensors_on)
     monkeypatch.setattr(gemm, "current_device", lambda: cuda.device)
     monkeypatch.setattr(torch.cuda, "device", cuda.use)
     for module in (gemm, copies):

@@ -1,0 +1,219 @@
+"""Who is timed on grouped problems: kgen's own path, loops over torch's dense call, packages.
+
+Takes a grouped case, gives `Ready`. A package is recognised by the calls it offers, those of both
+generations of DeepGEMM. Must not import search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+
+from kgen.bench.against import Against
+from kgen.bench.package import import_as
+from kgen.bench.peers import OWN_NAME, words
+from kgen.bench.providers import Provider, Ready
+from kgen.bench.summary import KGEN
+from kgen.errors import KgenError, LaunchError
+from kgen.grouped_cases import GroupedCase, GroupedRun
+from kgen.grouped_verify import check_runs, verify_grouped
+from kgen.runtime.dispatch import Dispatcher
+from kgen.runtime.grouped_kernel import GroupedKernel
+from kgen.runtime.kernel import current_stream
+from kgen.verify import Verified
+
+Tensors = tuple[torch.Tensor, ...]
+#: Computes D: function(a, sfa, b, sfb, d, layout, expected rows of a group).
+Function = Callable[..., object]
+
+
+class GroupedKgen:
+    """What the runtime would launch for the problem: the database's winner or the default."""
+
+    def __init__(self, dispatcher: Dispatcher, by_offset: bool = False) -> None:
+        """`by_offset`: contiguous groups are told by m_offsets, not by m_indices; a time beside."""
+        self._dispatcher, self._by_offset = dispatcher, by_offset
+        self.name = KGEN + " m_offsets" * by_offset
+        self.reference_only = by_offset
+
+    def ready(self, case: GroupedCase) -> Ready:
+        """Raises LaunchError where the runtime would fall back to the reference."""
+        problem, run = case.problem, case.by_offset if self._by_offset else case.full
+        if self._by_offset and problem.kind == "masked":
+            raise ValueError("kind masked has no offsets")
+        plan = self._dispatcher.plan(problem)
+        if not isinstance(plan.kernel, GroupedKernel) or plan.choice is None:
+            raise LaunchError(f"{problem}: the fallback would answer, because {plan.reason}")
+        kernel, choice = plan.kernel, plan.choice
+
+        def launch(tensors: Any, by_index: bool) -> None:
+            kernel.run_grouped(tensors, by_index=by_index, num_sms=problem.num_sms)
+
+        verified = verify_grouped(launch, case)
+        by_index = run.grouping.by_index
+        tensors = (*case.inputs(run), case.empty(run), run.grouping.layout)
+        prepared = kernel.prepare_grouped(
+            tensors,  # type: ignore[arg-type]  # six of them
+            by_index=by_index,
+            num_sms=problem.num_sms,
+        )
+        ordinal = self._dispatcher.ordinal
+
+        def call() -> None:
+            _ = tensors  # a launch holds addresses only: the memory must live as long as the call
+            prepared.run(current_stream(ordinal))
+
+        details = {
+            "config": choice.config.to_dict(),
+            "short": str(choice.config),
+            "origin": choice.origin,
+            "layout": run.grouping.name.rpartition(" ")[2],
+        }
+        return Ready(verified, call, details)
+
+
+class TorchLoop:
+    """torch._scaled_mm once for each group, whose sizes the host knows: no grouped call of torch's
+    takes these scales."""
+
+    name = "torch loop"
+    reference_only = False
+
+    def ready(self, case: GroupedCase) -> Ready:
+        """Raises RuntimeError for what cuBLASLt refuses."""
+        run, groups = case.full, case.problem.groups
+        a, sfa, b, sfb = case.inputs(run)
+        m = case.problem.m
+        own = [
+            (
+                a.reshape(groups, m, -1)[i],
+                sfa.reshape(groups, m, -1)[i].t().contiguous().t(),
+                b[i].t(),
+                sfb[i].t(),
+            )
+            for i in range(groups)
+        ]
+
+        def call() -> list[torch.Tensor]:
+            return [
+                torch._scaled_mm(x, y, scale_a=sx, scale_b=sy, out_dtype=case.d_dtype)
+                for x, sx, y, sy in own
+            ]
+
+        def launch(tensors: Any, by_index: bool) -> None:
+            tensors[4].copy_(torch.stack(call()).view(tensors[4].shape))
+
+        details = {"call": f"{groups} x torch._scaled_mm"}
+        return Ready(_verified(launch, case, run), call, details)
+
+
+@dataclass(frozen=True)
+class GroupedPeer:
+    """A package with calls for grouped problems, by kind; see `grouped_peer`."""
+
+    name: str
+    functions: dict[str, Function]
+    details: dict[str, Any] = field(default_factory=dict)
+    reference_only: bool = False
+
+    def ready(self, case: GroupedCase) -> Ready:
+        """As in Provider; whatever the function raises becomes a RuntimeError with its name."""
+        problem, run = case.problem, case.full
+        function = self.functions.get(problem.kind)
+        if function is None:
+            raise ValueError(f"the package has no call for kind {problem.kind}")
+        if problem.d_dtype != "bf16" or problem.num_sms:
+            raise ValueError("writes bf16 on every SM")
+        if problem.kind == "contiguous" and not run.grouping.by_index:
+            raise ValueError(f"m={problem.m}: takes groups of whole 128 rows")
+        inputs, layout = case.inputs(run), run.grouping.layout
+        d = case.empty(run)
+
+        def call() -> object:
+            return function(*inputs, d, layout, problem.m)
+
+        def launch(tensors: Any, by_index: bool) -> None:
+            call()
+            tensors[4].copy_(d)
+
+        try:
+            verified = _verified(launch, case, run)
+        except (KgenError, RuntimeError):
+            raise
+        except Exception as error:
+            raise RuntimeError(words(error)) from error
+        return Ready(verified, call, self.details)
+
+
+def _verified(launch: Any, case: GroupedCase, run: GroupedRun) -> Verified:
+    """Somebody else's kernel, checked with every group full only."""
+    return Verified(case.problem, *check_runs(launch, case, [(run, False)], untouched=False))
+
+
+def grouped_against(asked: Sequence[Against]) -> tuple[list[Provider], dict[str, str]]:
+    """Providers for what can be had, and the reason for each peer that can not."""
+    found: list[Provider] = []
+    missing: dict[str, str] = {}
+    for one in asked:
+        try:
+            if one.name == "torch":
+                found.append(TorchLoop())
+            elif one.folder is None:
+                missing[one.name] = "has no kernel for grouped problems"
+            else:
+                found.append(grouped_peer(one.name, import_as(one.folder, one.alias, OWN_NAME)))
+        # A package's own import may fail in any way, down to a loader's complaint.
+        except (Exception, SystemExit) as error:
+            missing[one.name] = str(error) if isinstance(error, KgenError) else words(error)
+    return found, missing
+
+
+def grouped_peer(name: str, module: ModuleType) -> GroupedPeer:
+    """The peer that a package is, by the first call in CALLS that it has for each kind.
+
+    Raises LookupError that names what was looked for.
+    """
+    found: dict[str, Function] = {}
+    details: dict[str, Any] = {"version": str(getattr(module, "__version__", "unknown"))}
+    for kind, calls in CALLS.items():
+        for call, options in calls.items():
+            function = getattr(module, call, None)
+            if callable(function):
+                found[kind] = _adapted(function, kind, options)
+                details[f"call_{kind}"] = call
+                break
+    if not found:
+        names = ", ".join(call for calls in CALLS.values() for call in calls)
+        raise LookupError(f"the package in {module.__file__} has none of {names}")
+    if callable(pdl := getattr(module, "set_pdl", None)):
+        pdl(False)  # a launch must not begin inside the flush before it
+    return GroupedPeer(name, found, details)
+
+
+def _adapted(function: Function, kind: str, options: dict[str, Any]) -> Function:
+    def launch(*arguments: Any) -> None:
+        a, sfa, b, sfb, d, layout, expected_m = arguments
+        last = (layout, expected_m) if kind == "masked" else (layout,)
+        function((a, sfa), (b, sfb), d, *last, **options)
+
+    return launch
+
+
+#: Not to round the scales to powers of two, as newer versions do by default on newer GPUs.
+_AS_THEY_ARE: Final = {"disable_ue8m0_cast": True}
+#: By kind and name of the call, newest first: what it is given beside the operands.
+CALLS: Final[dict[str, dict[str, dict[str, Any]]]] = {
+    "contiguous": {
+        "m_grouped_fp8_gemm_nt_contiguous": _AS_THEY_ARE,
+        "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous": {},
+    },
+    "masked": {
+        "m_grouped_fp8_gemm_nt_masked": _AS_THEY_ARE,
+        "fp8_m_grouped_gemm_nt_masked": _AS_THEY_ARE,
+        "m_grouped_gemm_fp8_fp8_bf16_nt_masked": {},
+    },
+}

@@ -1,0 +1,400 @@
+"""Rows of a mixture of experts: which token goes where, gathered, cast, and added up again.
+
+Everything runs on the tensors' device and its current stream, without waiting for it: counts stay
+on the device. On a Hopper GPU kernels answer, elsewhere plain PyTorch; both give the same bits, and
+the same in every run. Importing this module touches no GPU. Has no gradient.
+Must not import search, verify or measure.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from kgen import quant
+from kgen.errors import UnsupportedInput
+from kgen.problem import ceil_div, round_up
+from kgen.quant import E4M3, INPUT_DTYPES
+from kgen.reference import D_DTYPE_NAMES
+from kgen.runtime import ops
+from kgen.runtime.cast_launch import is_vectorised, launch_rows, with_adjacent_columns
+from kgen.runtime.cast_options import CastOptions
+from kgen.runtime.casts import check_out
+from kgen.runtime.plain import KERNELS, Spec
+
+__all__ = [
+    "Routing",
+    "combine_rows",
+    "gather_per_token_cast_to_fp8",
+    "gather_rows",
+    "gather_scaled_rows",
+    "route_tokens",
+]
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+#: RouteArgs and RowsArgs of kgen/templates/moe/args.cuh.
+_ROUTE_ARGS: Final = struct.Struct("<7Q6I")
+_ROWS_ARGS: Final = struct.Struct("<5Q6q6I")
+#: Choices that a CTA of route.cu.j2 sees to, its threads and warps, and experts that it can count.
+_CHUNK: Final = 4096
+_ROUTE_THREADS: Final = 512
+_ROUTE_WARPS: Final = 16
+MAX_EXPERTS: Final = 1024
+#: Rows of a CTA of gather.cu.j2, and columns of one of combine.cu.j2.
+_GATHER_ROWS: Final = 8
+_COMBINE_THREADS: Final = 128
+_WORD_BYTES: Final = (16, 8, 4, 2, 1)
+
+
+class Routing(NamedTuple):
+    """Where tokens go, expert by expert; int32, on the device of the choices.
+
+    Rows of one expert lie together, in the order of token and choice, and begin at a multiple of
+    the alignment. `capacity` is known on the host: every choice, and what alignment may add.
+
+    source_rows   [capacity] the token of each row; -1 in padding and past the end
+    positions     [tokens, top_k] the row of each choice; -1 where it was dropped
+    m_offsets     [experts + 1] first row of each expert; the last is the number of rows in use
+    m_indices     [capacity] expert of each row; -1 in padding and past the end
+    counts        [experts] rows of each expert, padding not counted
+    """
+
+    source_rows: torch.Tensor
+    positions: torch.Tensor
+    m_offsets: torch.Tensor
+    m_indices: torch.Tensor
+    counts: torch.Tensor
+
+
+def route_tokens(topk_ids: torch.Tensor, num_experts: int, *, alignment: int = 1) -> Routing:
+    """Sort the choices topk_ids [tokens, top_k], int32 or int64, by expert; stable.
+
+    Ids outside 0 to num_experts - 1, such as -1, are dropped: other GPUs' experts, for one.
+    `alignment`: rows that each expert's part is filled up to a multiple of; 1: no padding. Up to
+    1024 experts. Raises UnsupportedInput.
+    """
+    _check_ids(topk_ids, num_experts, alignment)
+    count = topk_ids.numel()
+    capacity = count if alignment == 1 else _capacity(count, num_experts, alignment)
+    ids = topk_ids.contiguous()
+    chunks = max(1, ceil_div(count, _CHUNK))
+    phases = ("all",) if chunks == 1 else ("count", "scan", "place")
+    id_type = "int64" if ids.dtype == torch.int64 else "int32"
+    kernels = KERNELS.find(ids.device, *(_route_spec(phase, id_type) for phase in phases))
+    if kernels is None:
+        return _route_reference(ids, num_experts, alignment, capacity)
+    made = Routing(
+        *(
+            ids.new_empty(shape, dtype=torch.int32)
+            for shape in (capacity, tuple(ids.shape), num_experts + 1, capacity, num_experts)
+        )
+    )
+    chunk_counts = ids.new_empty(chunks * num_experts, dtype=torch.int32)
+    addresses = [tensor.data_ptr() for tensor in (ids, *made, chunk_counts)]
+    sizes = (count, num_experts, max(1, ids.shape[1]), alignment, capacity, chunks)
+    args = _ROUTE_ARGS.pack(*addresses, *sizes)
+    for phase, kernel in zip(phases, kernels, strict=True):
+        smem_bytes = 0 if phase == "scan" else 4 * _ROUTE_WARPS * num_experts
+        kernel.launch(1 if phase == "scan" else chunks, args, smem_bytes)
+    return made
+
+
+def gather_rows(x: torch.Tensor, source_rows: torch.Tensor) -> torch.Tensor:
+    """x[source_rows] for x [M, K] of any dtype and int32 source_rows [P]: [P, K].
+
+    Zeros where an index is outside 0 to M - 1, such as -1. Raises UnsupportedInput.
+    """
+    return _gather(x, None, source_rows, row_major_scales=True)[0]
+
+
+def gather_scaled_rows(
+    lhs: Pair, source_rows: torch.Tensor, *, row_major_scales: bool = False
+) -> Pair:
+    """Rows of lhs = (values [M, K], FP32 scales [M, blocks]), cast before: [P, K], [P, blocks].
+
+    Zeros with scale 1 where an index of the int32 source_rows [P] is outside 0 to M - 1. Scales of
+    any strides; the result's are column-major with columns on 16 bytes unless `row_major_scales`.
+    Raises UnsupportedInput.
+    """
+    if not isinstance(lhs, tuple | list) or len(lhs) != 2:
+        raise UnsupportedInput(f"expected the pair (values, scales), got {type(lhs).__name__}")
+    values, scales = lhs
+    rows_fit = isinstance(scales, torch.Tensor) and scales.dim() == 2
+    if not rows_fit or scales.dtype != torch.float32 or scales.shape[0] != values.shape[0]:
+        given = f"{scales.dtype}{list(scales.shape)}" if rows_fit else type(scales).__name__
+        raise UnsupportedInput(f"scales are {given}: expected float32[{values.shape[0]}, blocks]")
+    gathered, of_rows = _gather(values, scales, source_rows, row_major_scales)
+    assert of_rows is not None
+    return gathered, of_rows
+
+
+def gather_per_token_cast_to_fp8(
+    x: torch.Tensor,
+    source_rows: torch.Tensor,
+    *,
+    pow2_scales: bool = False,
+    row_major_scales: bool = False,
+    dtype: torch.dtype = E4M3,
+    out: Pair | None = None,
+) -> Pair:
+    """`casts.per_token_cast_to_fp8(x[source_rows])` in one pass: values [P, K], scales [P, blocks].
+
+    Zeros with scale 1 where an index of the int32 source_rows [P] is outside 0 to M - 1. `out` and
+    other choices as in `casts.swiglu_per_token_cast_to_fp8`. Raises UnsupportedInput.
+    """
+    CastOptions(pow2_scales=pow2_scales, dtype=dtype).check(x)
+    _check_rows(x, source_rows)
+    ops.refuse_gradient("gather_per_token_cast_to_fp8", (x,))
+    shape = (source_rows.shape[0], x.shape[1])
+    if out is None:
+        scales = quant.empty_scales(x, "token", *shape, row_major_scales)
+        out = x.new_empty(shape, dtype=dtype), scales
+    values, scales = out
+    check_out(values, scales, x, shape, dtype)
+    rows = source_rows.contiguous()
+    if not launch_rows(x, values, scales, pow2_scales=pow2_scales, rows=rows):
+        with torch.no_grad():
+            gathered = _gather_reference(x, rows, 0)
+            q, s = quant.cast_to_fp8(gathered, "token", dtype=dtype, pow2_scales=pow2_scales)
+            values.copy_(q)
+            scales.copy_(s)
+    return values, scales
+
+
+def combine_rows(
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Σ over j of weights[t, j] · x[positions[t, j]]: un-permutes x [P, K] to [tokens, K].
+
+    positions int32 [tokens, top_k]; outside 0 to P - 1, such as -1: adds nothing. weights FP32 of
+    the same shape, None: ones. Products and sums in FP32, each rounded, in the order of j, so that
+    every run gives the same bits; the result is rounded once, to `out_dtype` (default: x's). x and
+    result are BF16, FP16 or FP32. Raises UnsupportedInput.
+    """
+    result_dtype = _check_combine(x, positions, weights, out_dtype)
+    ops.refuse_gradient("combine_rows", (x, weights))
+    x = with_adjacent_columns(x)
+    positions = positions.contiguous()
+    weights = None if weights is None else weights.contiguous()
+    tokens, top_k, k = *positions.shape, x.shape[1]
+    spec = _combine_spec(
+        D_DTYPE_NAMES[x.dtype],
+        D_DTYPE_NAMES[result_dtype],
+        is_vectorised(x, k),
+        weights is not None,
+    )
+    kernels = KERNELS.find(x.device, spec)
+    if kernels is None:
+        return _combine_reference(x, positions, weights, result_dtype)
+    out = x.new_empty(tokens, k, dtype=result_dtype)
+    args = _pack_rows(x, positions, out, weights, None, k, top_k)
+    kernels[0].launch(tokens * ceil_div(k, _COMBINE_THREADS * 8), args)
+    return out
+
+
+# ------------------------------------------------------------------------------ the path
+
+
+def _gather(
+    x: torch.Tensor, scales: torch.Tensor | None, source_rows: torch.Tensor, row_major_scales: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if not isinstance(x, torch.Tensor) or x.dim() != 2:
+        given = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+        raise UnsupportedInput(f"x is {given}: expected a tensor [M, K]")
+    _check_rows(x, source_rows)
+    ops.refuse_gradient("gather_rows", (x, scales))
+    x, rows = with_adjacent_columns(x), source_rows.contiguous()
+    width = x.shape[1] * x.element_size()
+    out = x.new_empty(rows.shape[0], x.shape[1])
+    out_scales = None
+    if scales is not None:
+        out_scales = scales.new_empty(rows.shape[0], scales.shape[1])
+        out_scales = out_scales if row_major_scales else quant.empty_col_major(out_scales)
+    pitch = x.stride(0) * x.element_size() if x.shape[0] > 1 else 0
+    word = next(n for n in _WORD_BYTES if width % n == pitch % n == x.data_ptr() % n == 0)
+    kernels = KERNELS.find(x.device, _gather_spec(word, scales is not None))
+    if kernels is None:
+        with torch.no_grad():
+            out = _gather_reference(x, rows, 0)
+            if scales is not None and out_scales is not None:
+                out_scales.copy_(_gather_reference(scales, rows, 1))
+        return out, out_scales
+    args = _pack_rows(x, rows, out, scales, out_scales, width, 0)
+    kernels[0].launch(ceil_div(rows.shape[0], _GATHER_ROWS), args)
+    return out, out_scales
+
+
+def _pack_rows(  # noqa: PLR0917, in the order of the struct
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    scales: torch.Tensor | None,
+    out_scales: torch.Tensor | None,
+    width: int,
+    top_k: int,
+) -> bytes:
+    tensors = (x, rows, out, scales, out_scales)
+    strides = [tensor.stride(0) * tensor.element_size() for tensor in (x, out)]
+    for tensor in (scales, out_scales):
+        strides += tensor.stride() if tensor is not None else (0, 0)
+    blocks = scales.shape[1] if scales is not None else 0
+    addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    sizes = (rows.shape[0], width, x.shape[0], blocks, top_k, 0)
+    return _ROWS_ARGS.pack(*addresses, *strides, *sizes)
+
+
+def _capacity(count: int, num_experts: int, alignment: int) -> int:
+    """Rows that any distribution of `count` choices fits, each used expert padded."""
+    return round_up(count + min(count, num_experts) * (alignment - 1), alignment)
+
+
+@cache
+def _route_spec(phase: str, id_type: str) -> Spec:
+    variables = {"phase": phase, "id_type": id_type}
+    smem_bytes = 0 if phase == "scan" else 4 * _ROUTE_WARPS * MAX_EXPERTS
+    return Spec("moe/route.cu.j2", "kgen_route", _ROUTE_THREADS, variables, smem_bytes)
+
+
+@cache
+def _gather_spec(vector_bytes: int, scaled: bool) -> Spec:
+    variables = {"vector_bytes": vector_bytes, "scaled": scaled}
+    return Spec("moe/gather.cu.j2", "kgen_gather", _GATHER_ROWS * 32, variables)
+
+
+@cache
+def _combine_spec(in_type: str, result_type: str, vector: bool, weighted: bool) -> Spec:
+    variables = {
+        "in_type": in_type,
+        "result_type": result_type,
+        "vector": vector,
+        "weighted": weighted,
+        "out_type": "e4m3",  # of the elements' common code; nothing is cast here
+        "pow2_scales": False,
+    }
+    return Spec("moe/combine.cu.j2", "kgen_combine", _COMBINE_THREADS, variables)
+
+
+# ------------------------------------------------------------------------------ references
+
+
+def _route_reference(ids: torch.Tensor, num_experts: int, alignment: int, capacity: int) -> Routing:
+    flat = ids.flatten().long()
+    kept = (flat >= 0) & (flat < num_experts)
+    group = torch.where(kept, flat, num_experts)
+    order = torch.argsort(group, stable=True)
+    counts = torch.zeros(num_experts + 1, dtype=torch.long, device=ids.device)
+    counts.scatter_add_(0, group, torch.ones_like(group))
+    padded = (counts[:num_experts] + alignment - 1) // alignment * alignment
+    offsets = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
+    first = torch.nn.functional.pad(counts.cumsum(0), (1, 0))[: num_experts + 1]
+    sorted_group = group[order]
+    rank = torch.arange(flat.numel(), device=ids.device) - first[sorted_group]
+    row = torch.where(sorted_group < num_experts, offsets[sorted_group] + rank, capacity)
+    source_rows, m_indices = (row.new_full((capacity + 1,), -1) for _ in range(2))
+    source_rows[row] = torch.div(order, max(1, ids.shape[1]), rounding_mode="floor")
+    m_indices[row] = sorted_group
+    positions = torch.empty_like(flat)
+    positions[order] = torch.where(row < capacity, row, -1)
+    parts = (
+        source_rows[:capacity],
+        positions.view(ids.shape),
+        offsets,
+        m_indices[:capacity],
+        counts[:num_experts],
+    )
+    return Routing(*(part.int() for part in parts))
+
+
+def _gather_reference(x: torch.Tensor, rows: torch.Tensor, fill: float) -> torch.Tensor:
+    there = (rows >= 0) & (rows < x.shape[0])
+    if not x.shape[0]:
+        return x.new_full((rows.shape[0], x.shape[1]), fill)
+    gathered = _bytes(x).index_select(0, torch.where(there, rows, 0).long())
+    filler = _bytes(torch.full((1, x.shape[1]), fill, device=x.device).to(x.dtype))
+    return torch.where(there[:, None], gathered, filler).view(x.dtype)
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as numbers that torch can index and choose among, whatever x holds."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+def _combine_reference(
+    x: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    with torch.no_grad():
+        sums = x.new_zeros(positions.shape[0], x.shape[1], dtype=torch.float32)
+        for j in range(positions.shape[1]):
+            at = positions[:, j]
+            there = (at >= 0) & (at < x.shape[0])
+            terms = _gather_reference(x, at, 0).float()
+            if weights is not None:
+                terms = terms * weights[:, j, None]
+            sums = torch.where(there[:, None], sums + terms, sums)
+        return sums.to(dtype)
+
+
+# ------------------------------------------------------------------------------- checks
+
+
+def _check_ids(topk_ids: Any, num_experts: int, alignment: int) -> None:
+    if not isinstance(topk_ids, torch.Tensor) or topk_ids.dim() != 2:
+        given = list(topk_ids.shape) if isinstance(topk_ids, torch.Tensor) else type(topk_ids)
+        raise UnsupportedInput(f"topk_ids is {given}: expected a tensor [tokens, top_k]")
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise UnsupportedInput(f"topk_ids is {topk_ids.dtype}: expected int32 or int64")
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise UnsupportedInput(f"num_experts={num_experts}: expected 1 to {MAX_EXPERTS}")
+    if alignment < 1 or _capacity(topk_ids.numel(), num_experts, alignment) >= 2**31:
+        raise UnsupportedInput(
+            f"alignment={alignment} with {topk_ids.numel()} choices: expected at least 1, and "
+            "fewer than 2^31 rows in all"
+        )
+
+
+def _check_rows(x: torch.Tensor, source_rows: Any) -> None:
+    if not isinstance(source_rows, torch.Tensor):
+        raise UnsupportedInput(f"source_rows is a {type(source_rows).__name__}: expected a tensor")
+    if source_rows.dtype != torch.int32 or source_rows.dim() != 1 or source_rows.device != x.device:
+        raise UnsupportedInput(
+            f"source_rows is {source_rows.dtype}{list(source_rows.shape)} on {source_rows.device}: "
+            f"expected torch.int32 with one dimension on {x.device}"
+        )
+
+
+def _check_combine(
+    x: Any, positions: Any, weights: Any, out_dtype: torch.dtype | None
+) -> torch.dtype:
+    """The result's type."""
+    for name, tensor in (("x", x), ("positions", positions)):
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 2:
+            given = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor)
+            raise UnsupportedInput(f"{name} is {given}: expected a tensor of two dimensions")
+    dtype: torch.dtype = out_dtype or x.dtype
+    for name, kind in (("x is", x.dtype), ("out_dtype is", dtype)):
+        if kind not in INPUT_DTYPES:
+            raise UnsupportedInput(f"{name} {kind}: expected BF16, FP16 or FP32")
+    if positions.dtype != torch.int32 or positions.device != x.device:
+        raise UnsupportedInput(
+            f"positions is {positions.dtype} on {positions.device}: expected torch.int32 on "
+            f"{x.device}"
+        )
+    if weights is not None:
+        fits = isinstance(weights, torch.Tensor) and weights.shape == positions.shape
+        if not fits or weights.dtype != torch.float32 or weights.device != x.device:
+            what = (
+                f"{weights.dtype}{list(weights.shape)} on {weights.device}"
+                if isinstance(weights, torch.Tensor)
+                else type(weights).__name__
+            )
+            raise UnsupportedInput(
+                f"weights is {what}: expected float32{list(positions.shape)} on {x.device}"
+            )
+    return dtype

@@ -1,0 +1,149 @@
+"""Routing, gathers and sums without a GPU: what must hold for any choices, and errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kgen.runtime.casts as c
+from kgen.errors import UnsupportedInput
+from kgen.runtime import moe
+from tests.cast_checks import BF16, E4M3, FP16, FP32, assert_same, bits, random, strides
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    tokens=st.integers(0, 40),
+    top_k=st.integers(1, 5),
+    experts=st.integers(1, 12),
+    alignment=st.sampled_from([1, 3, 8, 128]),
+    seed=st.integers(0, 10**6),
+)
+def test_routes(tokens: int, top_k: int, experts: int, alignment: int, seed: int) -> None:
+    """Every choice of an expert has one row in the expert's part, in order; the rest is padding."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-2, experts + 2, (tokens, top_k), generator=generator)
+    r = moe.route_tokens(ids, experts, alignment=alignment)
+    assert all(t.dtype == torch.int32 for t in r)
+    kept = (ids >= 0) & (ids < experts)
+    assert r.counts.tolist() == [int((ids == e).sum()) for e in range(experts)]
+    assert bool((r.positions[~kept] == -1).all())
+    assert int(r.m_offsets[0]) == 0
+    assert bool((r.m_offsets % alignment == 0).all())
+    assert int(r.m_offsets[-1]) <= r.source_rows.numel()
+    used = torch.zeros_like(r.source_rows, dtype=torch.bool)
+    for expert in range(experts):
+        first, after = r.m_offsets[expert : expert + 2].tolist()
+        rows = r.positions[ids == expert]  # by token and choice
+        assert rows.tolist() == list(range(first, first + len(rows)))
+        assert after - first == -(-len(rows) // alignment) * alignment
+        assert bool((r.m_indices[rows.long()] == expert).all())
+        used[rows.long()] = True
+    token_of = torch.arange(tokens)[:, None].expand(tokens, top_k)
+    assert torch.equal(r.source_rows[r.positions[kept].long()].long(), token_of[kept])
+    assert bool((r.source_rows[~used] == -1).all())
+    assert bool((r.m_indices[~used] == -1).all())
+    if alignment == 1:
+        assert r.source_rows.numel() == ids.numel()
+
+
+def test_capacity_holds_the_worst_case() -> None:
+    """Each choice for an expert of its own: most padding there can be."""
+    r = moe.route_tokens(torch.arange(6).view(3, 2), 8, alignment=128)
+    assert int(r.m_offsets[-1]) == r.source_rows.numel() == 6 * 128
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_there_and_back(dtype: torch.dtype) -> None:
+    x = random(50, 72, dtype)
+    ids = torch.randint(0, 9, (50, 4), generator=torch.Generator().manual_seed(0))
+    r = moe.route_tokens(ids, 9, alignment=16)
+    rows = moe.gather_rows(x, r.source_rows)
+    assert torch.equal(rows[r.positions[3, 2]], x[3])
+    assert not bool(rows[r.m_indices < 0].any())
+    assert torch.equal(moe.combine_rows(rows, r.positions, torch.full((50, 4), 0.25)), x)
+
+
+def test_sums_are_made_in_order_in_fp32() -> None:
+    x = torch.tensor([[2.0**24], [1.0], [1.0], [-(2.0**24)]])
+    order = torch.tensor([[0, 1, 2, 3], [1, 2, 0, 3], [0, -1, 4, 3]], dtype=torch.int32)
+    assert moe.combine_rows(x, order).flatten().tolist() == [0.0, 2.0, 0.0]
+    out = moe.combine_rows(x.to(BF16), order, torch.ones(3, 4), FP32)
+    assert out.dtype == FP32
+
+
+def test_rows_that_are_not_there_add_nothing_not_even_nan() -> None:
+    x = torch.tensor([[float("nan")], [1.0]])
+    positions = torch.tensor([[1, -1], [1, 5]], dtype=torch.int32)
+    assert moe.combine_rows(x, positions).flatten().tolist() == [1.0, 1.0]
+
+
+def test_gathers_and_casts() -> None:
+    x = random(20, 272, BF16)
+    rows = torch.tensor([3, -1, 19, 20, 3], dtype=torch.int32)
+    gathered = moe.gather_rows(x, rows)
+    assert torch.equal(gathered[[0, 2, 4]], x[[3, 19, 3]])
+    assert not bool(gathered[[1, 3]].any())
+    direct = moe.gather_per_token_cast_to_fp8(x, rows)
+    assert_same(direct, c.per_token_cast_to_fp8(gathered))
+    assert_same(moe.gather_scaled_rows(c.per_token_cast_to_fp8(x), rows), direct)
+    assert direct[1][1].tolist() == [1.0] * 3
+    assert strides(direct[1]) == [1, 8]
+    row_major = moe.gather_scaled_rows(c.per_token_cast_to_fp8(x), rows, row_major_scales=True)
+    assert strides(row_major[1]) == [3, 1]
+    out = torch.empty(5, 272, dtype=torch.uint8).view(E4M3), torch.empty(5, 3)
+    assert moe.gather_per_token_cast_to_fp8(x, rows, out=out)[0] is out[0]
+    assert_same(out, direct, layout=False)
+
+
+def test_nan_bytes_are_moved_as_they_are() -> None:
+    fp8 = torch.arange(256, dtype=torch.uint8).view(E4M3).view(8, 32)
+    rows = torch.arange(7, -1, -1, dtype=torch.int32)
+    assert torch.equal(bits(moe.gather_rows(fp8, rows)), bits(fp8).flip(0))
+
+
+def test_nothing_to_gather() -> None:
+    none = torch.empty(0, dtype=torch.int32)
+    assert moe.gather_rows(torch.ones(3, 8), none).shape == (0, 8)
+    assert moe.gather_per_token_cast_to_fp8(torch.ones(3, 8), none)[0].shape == (0, 8)
+    rows = torch.zeros(2, dtype=torch.int32)
+    assert not bool(moe.gather_rows(torch.ones(0, 8), rows).any())
+
+
+NO_PAIR: Any = torch.zeros(3, 8)
+X, ROWS, IDS = torch.zeros(3, 8), torch.zeros(2, dtype=torch.int32), torch.zeros(3, 2).int()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: moe.route_tokens(IDS[0], 4), r"topk_ids is \[2\]: expected a tensor \[tokens"),
+        (lambda: moe.route_tokens(IDS.float(), 4), "topk_ids is torch.float32: expected int32"),
+        (lambda: moe.route_tokens(IDS, 0), "num_experts=0: expected 1 to 1024"),
+        (lambda: moe.route_tokens(IDS, 1025), "num_experts=1025: expected 1 to 1024"),
+        (lambda: moe.route_tokens(IDS, 4, alignment=0), "alignment=0 with 6 choices"),
+        (lambda: moe.route_tokens(IDS, 4, alignment=2**31), "fewer than 2.31 rows"),
+        (lambda: moe.gather_rows(X[0], ROWS), r"x is \[8\]: expected a tensor \[M, K\]"),
+        (lambda: moe.gather_rows(X, ROWS.long()), r"source_rows is torch.int64\[2\]"),
+        (
+            lambda: moe.gather_scaled_rows(NO_PAIR, ROWS),
+            "expected the pair .values, scales., got Tensor",
+        ),
+        (
+            lambda: moe.gather_scaled_rows((X, X[:2]), ROWS),
+            r"scales are torch.float32\[2, 8\]: expected float32\[3, blocks\]",
+        ),
+        (lambda: moe.combine_rows(X, IDS.long()), "positions is torch.int64 on cpu"),
+        (lambda: moe.combine_rows(X.int(), IDS), "x is torch.int32: expected BF16, FP16 or FP32"),
+        (lambda: moe.combine_rows(X, IDS, None, torch.int8), "out_dtype is torch.int8"),
+        (lambda: moe.combine_rows(X, IDS, X), r"weights is torch.float32\[3, 8\] on cpu: expected"),
+        (lambda: moe.combine_rows(X.clone().requires_grad_(), IDS), "combine_rows has no gradient"),
+    ],
+)
+def test_errors(call: Any, message: str) -> None:
+    with pytest.raises(UnsupportedInput, match=message):
+        call()
