@@ -232,7 +232,7 @@ def test_the_model_counts_every_groups_weights() -> None:
 
 
 def test_the_queue_lies_behind_the_barriers() -> None:
-    dense, grouped = (resources(CONFIG, "bf16", kind) for kind in ("dense", "masked"))
+    dense, grouped = (resources(CONFIG, kind=kind) for kind in ("dense", "masked"))
     assert dense.smem_bytes == dense.queue_offset == grouped.queue_offset
     assert grouped.smem_bytes - dense.smem_bytes == QUEUE_SLOTS * QUEUE_SLOT_BYTES
     assert grouped.queue_offset % 16 == 0

@@ -260,10 +260,9 @@ def test_scales_may_have_any_of_the_shapes() -> None:
         (5, 9, 100, "row", "row"),
         (5, 9, 100, "block", "block"),
         (1, 8, 16, "row", "row"),
-        (5, 1, 100, "row", "row"),  # [5] is no block scale
-        (5, 1, 100, "block", "block"),  # as one scale a row would be: the same numbers
-        (1, 9, 100, "tensor", "tensor"),
-        (1, 1, 1, "tensor", "tensor"),
+        (5, 1, 100, "row", "block"),  # one row of B and one K block: the same numbers
+        (5, 9, 100, "tensor", "tensor"),
+        (1, 9, 100, "tensor", "block"),  # one block each: the same numbers
         (1, 8, 1024, "block", "block"),
     ],
 )
