@@ -44,9 +44,16 @@ REGISTER_SPLIT: Final = {1: (248, 248), 2: (40, 232), 3: (32, 160)}
 #: math warpgroups, and what a second 64-row wave, a cluster and an FP32 output add. Fitted to what
 #: NVRTC and nvcc 13.0 compile without spills; the few tiles that spill all the same fail to build.
 MATH_OVERHEAD_REGISTERS: Final = {1: 24, 2: 24, 3: 22}
+#: More with three math warpgroups where tiles straddle scale blocks of B: 192x136 was seen to spill.
+SELECT_OVERHEAD_REGISTERS: Final = {1: 0, 2: 0, 3: 4}
 WAVE_OVERHEAD_REGISTERS: Final = 7
 CLUSTER_OVERHEAD_REGISTERS: Final = 9
 FP32_OVERHEAD_REGISTERS: Final = 9
+#: A contiguous group may start at any row, and TMA reads from multiples of 16 bytes only: scales of A
+#: are loaded from the last multiple of 4 rows on.
+SFA_SLACK_ROWS: Final = 4
+#: TMA writes to multiples of this in shared memory (PTX ISA, cp.async.bulk.tensor).
+SMEM_ALIGN_BYTES: Final = 128
 #: Tiles that a grouped kernel's scheduling warp may be ahead, and bytes of one and its barriers.
 QUEUE_SLOTS: Final = 4
 QUEUE_SLOT_BYTES: Final = 32
@@ -227,7 +234,9 @@ def resources(
     owned_groups = ceil_div(c.block_n // 8, c.split_k)
     partial_bytes = c.split_k * owned_groups * c.block_m * 32 if c.split_k > 1 else 0
     sfa_offset = partial_offset + round_up(partial_bytes, 128)
-    sfa_stage_bytes = max(c.block_m, WGMMA_M) * 4 if recipe == "block" else 0
+    slack_rows = SFA_SLACK_ROWS if kind == "contiguous" else 0
+    sfa_rows = max(c.block_m, WGMMA_M) + slack_rows
+    sfa_stage_bytes = round_up(sfa_rows * 4, SMEM_ALIGN_BYTES) if recipe == "block" else 0
     sfb_offset = sfa_offset + c.num_stages * sfa_stage_bytes
     vector_offset = sfb_offset + (c.num_stages * 16 if recipe == "block" else 0)
     num_waves = ceil_div(rows, WGMMA_M)
@@ -259,7 +268,7 @@ def resources(
         b_box=(BLOCK_K, b_rows),
         d_box=(d_cols, d_rows),
         d_swizzle_bytes=d_swizzle,
-        sfa_box=(c.block_m, 1),
+        sfa_box=(c.block_m + slack_rows, 1),
         sfa_stage_bytes=sfa_stage_bytes,
     )
 
@@ -388,6 +397,7 @@ def _why_too_large(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid | N
     need = (
         num_accumulator_registers(c, r.num_waves, p.fast_accum)
         + MATH_OVERHEAD_REGISTERS[c.num_math_warpgroups]
+        + SELECT_OVERHEAD_REGISTERS[c.num_math_warpgroups] * (r.num_scale_positions > 1)
         + WAVE_OVERHEAD_REGISTERS * (r.num_waves - 1)
         + CLUSTER_OVERHEAD_REGISTERS * (c.cluster_size > 1)
         + FP32_OVERHEAD_REGISTERS * (p.d_dtype == "fp32")

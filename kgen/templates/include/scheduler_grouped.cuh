@@ -63,6 +63,10 @@ struct Extent {
 struct Work {
     u32 m0, n0, group, m_end, k_begin, k_end;
 
+    // Scales of A are loaded from here on: TMA reads from multiples of 16 bytes only, and a group that is
+    // not aligned starts anywhere.
+    __device__ __forceinline__ u32 sfa_m0() const { return m0 & ~3u; }
+
     // Whether every row of the tile is stored.
     __device__ __forceinline__ bool is_whole() const { return m_end >= m0 + kBlockM; }
 };

@@ -13,7 +13,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: f10123017fe777ba7ac007e1a575f64c2fe787e0a4b42db9b1b6c5c2229a4605
+// Body SHA-256: 486d6006588a841e0e4c6b8b73b28ae0895ddd81f85e908bd95cbeedb6b57bd9
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -66,15 +66,16 @@ constexpr u32 kNumGroups = kBlockN / 8, kAccRegisters = kBlockN / 2;
 
 // Shared memory: A stages, B stages, D, scales of A, scales of B, barriers.
 constexpr u32 kAStageBytes = kBlockM * kBlockK, kBStageBytes = kBlockN * kBlockK;
-constexpr u32 kSfaStageBytes = 512, kSfbStageBytes = 16;
+constexpr u32 kSfaStageBytes = 640, kSfbStageBytes = 16;
+constexpr u32 kSfaRows = 132;
 constexpr u32 kBOffset = 65536, kDOffset = 143360;
-constexpr u32 kSfaOffset = 182272, kSfbOffset = 184320;
-constexpr u32 kFullOffset = 184384, kEmptyOffset = kFullOffset + kNumStages * 8;
+constexpr u32 kSfaOffset = 182272, kSfbOffset = 184832;
+constexpr u32 kFullOffset = 184896, kEmptyOffset = kFullOffset + kNumStages * 8;
 // Behind them the queue of tiles.
 constexpr bool kMasked = false;
-constexpr u32 kQueueOffset = 184448, kQueueSlots = 4;
+constexpr u32 kQueueOffset = 184960, kQueueSlots = 4;
 static_assert(kEmptyOffset + kNumStages * 8 == kQueueOffset, "the queue follows");
-static_assert(kQueueOffset + kQueueSlots * 32 == 184576, "the host reserves this much");
+static_assert(kQueueOffset + kQueueSlots * 32 == 185088, "the host reserves this much");
 
 constexpr u32 kDBytes = 2;
 // D leaves in boxes of kDBoxRows x kDBoxColumns, rows swizzled over kDSwizzleBytes (0: plain).
@@ -378,6 +379,10 @@ struct Extent {
 struct Work {
     u32 m0, n0, group, m_end, k_begin, k_end;
 
+    // Scales of A are loaded from here on: TMA reads from multiples of 16 bytes only, and a group that is
+    // not aligned starts anywhere.
+    __device__ __forceinline__ u32 sfa_m0() const { return m0 & ~3u; }
+
     // Whether every row of the tile is stored.
     __device__ __forceinline__ bool is_whole() const { return m_end >= m0 + kBlockM; }
 };
@@ -660,18 +665,18 @@ __device__ __forceinline__ void load_scales(const GemmArgs& args, const Extent& 
         }
         if (direct) {
 #pragma unroll 1
-            for (u32 row = lane; row < kBlockM; row += 32) {
-                const bool valid = work.m0 + row < args.m;
+            for (u32 row = lane; row < kSfaRows; row += 32) {
+                const bool valid = work.sfa_m0() + row < args.m;
                 copy_async_float(
                     sfa + row * 4,
-                    args.sfa + (valid ? (work.m0 + row) * args.sfa_stride_m + block * args.sfa_stride_k : 0),
+                    args.sfa + (valid ? (work.sfa_m0() + row) * args.sfa_stride_m + block * args.sfa_stride_k : 0),
                     valid);
             }
         } else if (lane == 0) {
             // With an arrival: mbarrier.expect_tx alone is carried out later (SYNCS…RED), and the arrival
             // of the copies below may overtake it: the phase would end before these bytes are there.
-            mbarrier_arrive_expect(full, kBlockM * 4);
-            tma_load(sfa, &args.map_sfa, work.m0, block, full);
+            mbarrier_arrive_expect(full, kSfaRows * 4);
+            tma_load(sfa, &args.map_sfa, work.sfa_m0(), block, full);
         }
         copy_async_arrive(full);
     });
@@ -820,7 +825,7 @@ __device__ __forceinline__ void compute_tiles(const GemmArgs& args, const Extent
         for (u32 wave = 0; wave < kNumWaves; ++wave)
 #pragma unroll
             for (u32 i = 0; i < kAccRegisters; ++i) sum[wave][i] = 0.0f;
-        accumulate_tile(sum, work, stage, smem, warpgroup, sfa_lane, crossed_steps(work.n0), lane);
+        accumulate_tile(sum, work, stage, smem, warpgroup, sfa_lane + (work.m0 - work.sfa_m0()) * 4, crossed_steps(work.n0), lane);
         store_tile(args, sum, work, n, smem, parity, rank, warp, lane);
     }
 }

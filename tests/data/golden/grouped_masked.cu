@@ -13,7 +13,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 550f996bcce5cf6ff34998fc9b56b76d1097bb54518b545fd8a1c4fe21d01ddf
+// Body SHA-256: c51f97b499155353c455ffa6234f09a28d5579ebdb2f7542182afa18c772ce32
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -377,6 +377,10 @@ struct Extent {
 // groups are masked, from the first of all where they are contiguous.
 struct Work {
     u32 m0, n0, group, m_end, k_begin, k_end;
+
+    // Scales of A are loaded from here on: TMA reads from multiples of 16 bytes only, and a group that is
+    // not aligned starts anywhere.
+    __device__ __forceinline__ u32 sfa_m0() const { return m0 & ~3u; }
 
     // Whether every row of the tile is stored.
     __device__ __forceinline__ bool is_whole() const { return m_end >= m0 + kBlockM; }
