@@ -44,13 +44,13 @@ REGISTER_SPLIT: Final = {1: (248, 248), 2: (40, 232), 3: (32, 160)}
 #: math warpgroups, and what a second 64-row wave, a cluster and an FP32 output add. Fitted to what
 #: NVRTC and nvcc 13.0 compile without spills; the few tiles that spill all the same fail to build.
 MATH_OVERHEAD_REGISTERS: Final = {1: 24, 2: 24, 3: 22}
-#: More with three math warpgroups where tiles straddle scale blocks of B: 192x136 was seen to spill.
+#: More with three math warpgroups where tiles straddle scale blocks of B: 192x136 spilled.
 SELECT_OVERHEAD_REGISTERS: Final = {1: 0, 2: 0, 3: 4}
 WAVE_OVERHEAD_REGISTERS: Final = 7
 CLUSTER_OVERHEAD_REGISTERS: Final = 9
 FP32_OVERHEAD_REGISTERS: Final = 9
-#: A contiguous group may start at any row, and TMA reads from multiples of 16 bytes only: scales of A
-#: are loaded from the last multiple of 4 rows on.
+#: A contiguous group may start at any row, and TMA reads from multiples of 16 bytes only, else the
+#: kernel dies of an illegal instruction: scales of A are loaded from a multiple of 4 rows on.
 SFA_SLACK_ROWS: Final = 4
 #: TMA writes to multiples of this in shared memory (PTX ISA, cp.async.bulk.tensor).
 SMEM_ALIGN_BYTES: Final = 128

@@ -127,7 +127,7 @@ def test_rules(changes: dict[str, Any], expected: str) -> None:
         ({"num_stages": 2}, 208),
         ({"num_stages": 2, "num_accumulators": 2}, 136),
         ({"num_stages": 2, "block_m": 256}, 128),
-        ({"num_stages": 2, "block_m": 192, "num_math_warpgroups": 3}, 136),
+        ({"num_stages": 2, "block_m": 192, "num_math_warpgroups": 3}, 128),
     ],
 )
 def test_the_widest_tiles_that_registers_allow(changes: dict[str, Any], widest: int) -> None:

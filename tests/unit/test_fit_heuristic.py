@@ -64,7 +64,7 @@ def test_the_first_choice_is_nearly_the_best() -> None:
     scores = score(data(), FIT)
     assert mean_first(scores) <= 1.05
     assert max(s.first for s in scores) <= 1.25
-    assert sum(s.among_8 <= 1.02 for s in scores) >= 0.8 * len(scores)
+    assert sum(s.among_8 <= 1.02 for s in scores) >= 0.75 * len(scores)
     assert sum(s.among_seeds <= 1.02 for s in scores) >= 0.9 * len(scores)
     assert np.mean([s.correlation for s in scores]) > 0.85
     assert max(abs(s.offset) for s in scores) < 0.2

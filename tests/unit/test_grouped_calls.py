@@ -33,7 +33,9 @@ def _settings_anew() -> Iterator[None]:
 
 def operands(k: int = K, n: int = N, masked: bool = False) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
-    a, sfa = gemm.per_token_cast_to_fp8(torch.randn(M, k, generator=generator))
+    a, sfa = gemm.per_token_cast_to_fp8(
+        torch.randn(M, k, generator=generator), row_major_scales=True
+    )
     weights = [gemm.per_block_cast_to_fp8(torch.randn(n, k, generator=generator)) for _ in range(G)]
     b = torch.stack([w.view(torch.uint8) for w, _ in weights]).view(E4M3)
     t = {
