@@ -63,14 +63,22 @@ struct Extent {
 struct Work {
     u32 m0, n0, group, m_end, k_begin, k_end;
 
-    // Scales of A are loaded from here on: TMA reads from multiples of 16 bytes only, and a group that is
-    // not aligned starts anywhere.
-    __device__ __forceinline__ u32 sfa_m0() const { return m0 & ~3u; }
+    // The row that its scales of A are loaded from: TMA reads from multiples of 16 bytes only, and a
+    // contiguous group may start anywhere.
+    __device__ __forceinline__ u32 sfa_m0() const { return kMasked ? m0 : m0 & ~3u; }
 
     // Whether every row of the tile is stored.
     __device__ __forceinline__ bool is_whole() const { return m_end >= m0 + kBlockM; }
 };
 constexpr u32 kAskRows = 0, kNoGroup = 0xffffffff;
+
+// The scales of the operands that a piece of work belongs to.
+__device__ __forceinline__ const float* sfa_of(const GemmArgs& args, const Work& work) {
+    return args.sfa + (kMasked ? work.group * grouped(args).sfa_stride_g : 0);
+}
+__device__ __forceinline__ const float* sfb_of(const GemmArgs& args, const Work& work) {
+    return args.sfb + work.group * grouped(args).sfb_stride_g;
+}
 
 // Tiles on their way from the warp that finds them to all who load and compute them: {m0, n0, group, m_end} in
 // slots of 16 bytes, then for each slot a barrier that it is full and one that all have read it.

@@ -13,7 +13,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 486d6006588a841e0e4c6b8b73b28ae0895ddd81f85e908bd95cbeedb6b57bd9
+// Body SHA-256: 8c437b12fea0b5122039d55404224b706ecf47931996ea158ce15f312675efee
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -66,8 +66,7 @@ constexpr u32 kNumGroups = kBlockN / 8, kAccRegisters = kBlockN / 2;
 
 // Shared memory: A stages, B stages, D, scales of A, scales of B, barriers.
 constexpr u32 kAStageBytes = kBlockM * kBlockK, kBStageBytes = kBlockN * kBlockK;
-constexpr u32 kSfaStageBytes = 640, kSfbStageBytes = 16;
-constexpr u32 kSfaRows = 132;
+constexpr u32 kSfaRows = 132, kSfaStageBytes = 640, kSfbStageBytes = 16;
 constexpr u32 kBOffset = 65536, kDOffset = 143360;
 constexpr u32 kSfaOffset = 182272, kSfbOffset = 184832;
 constexpr u32 kFullOffset = 184896, kEmptyOffset = kFullOffset + kNumStages * 8;
@@ -379,14 +378,22 @@ struct Extent {
 struct Work {
     u32 m0, n0, group, m_end, k_begin, k_end;
 
-    // Scales of A are loaded from here on: TMA reads from multiples of 16 bytes only, and a group that is
-    // not aligned starts anywhere.
-    __device__ __forceinline__ u32 sfa_m0() const { return m0 & ~3u; }
+    // The row that its scales of A are loaded from: TMA reads from multiples of 16 bytes only, and a
+    // contiguous group may start anywhere.
+    __device__ __forceinline__ u32 sfa_m0() const { return kMasked ? m0 : m0 & ~3u; }
 
     // Whether every row of the tile is stored.
     __device__ __forceinline__ bool is_whole() const { return m_end >= m0 + kBlockM; }
 };
 constexpr u32 kAskRows = 0, kNoGroup = 0xffffffff;
+
+// The scales of the operands that a piece of work belongs to.
+__device__ __forceinline__ const float* sfa_of(const GemmArgs& args, const Work& work) {
+    return args.sfa + (kMasked ? work.group * grouped(args).sfa_stride_g : 0);
+}
+__device__ __forceinline__ const float* sfb_of(const GemmArgs& args, const Work& work) {
+    return args.sfb + work.group * grouped(args).sfb_stride_g;
+}
 
 // Tiles on their way from the warp that finds them to all who load and compute them: {m0, n0, group, m_end} in
 // slots of 16 bytes, then for each slot a barrier that it is full and one that all have read it.
@@ -659,18 +666,18 @@ __device__ __forceinline__ void load_scales(const GemmArgs& args, const Extent& 
         if (lane < kNumBScales) {
             const u32 b_row = work.n0 / 128 + lane;
             const bool valid = b_row < extent.b_scale_rows;
-            const float* sfb = args.sfb + work.group * grouped(args).sfb_stride_g;
             copy_async_float(smem + kSfbOffset + stage * kSfbStageBytes + lane * 4,
-                             sfb + (valid ? b_row * args.sfb_stride_n + block * args.sfb_stride_k : 0), valid);
+                             sfb_of(args, work) + (valid ? b_row * args.sfb_stride_n + block * args.sfb_stride_k : 0),
+                             valid);
         }
         if (direct) {
 #pragma unroll 1
             for (u32 row = lane; row < kSfaRows; row += 32) {
-                const bool valid = work.sfa_m0() + row < args.m;
+                const u32 a_row = work.sfa_m0() + row;
+                const bool valid = a_row < args.m;
                 copy_async_float(
                     sfa + row * 4,
-                    args.sfa + (valid ? (work.sfa_m0() + row) * args.sfa_stride_m + block * args.sfa_stride_k : 0),
-                    valid);
+                    sfa_of(args, work) + (valid ? a_row * args.sfa_stride_m + block * args.sfa_stride_k : 0), valid);
             }
         } else if (lane == 0) {
             // With an arrival: mbarrier.expect_tx alone is carried out later (SYNCS…RED), and the arrival
@@ -825,7 +832,8 @@ __device__ __forceinline__ void compute_tiles(const GemmArgs& args, const Extent
         for (u32 wave = 0; wave < kNumWaves; ++wave)
 #pragma unroll
             for (u32 i = 0; i < kAccRegisters; ++i) sum[wave][i] = 0.0f;
-        accumulate_tile(sum, work, stage, smem, warpgroup, sfa_lane + (work.m0 - work.sfa_m0()) * 4, crossed_steps(work.n0), lane);
+        accumulate_tile(sum, work, stage, smem, warpgroup, sfa_lane + (work.m0 - work.sfa_m0()) * 4,
+                        crossed_steps(work.n0), lane);
         store_tile(args, sum, work, n, smem, parity, rank, warp, lane);
     }
 }

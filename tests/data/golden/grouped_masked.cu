@@ -13,7 +13,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: c51f97b499155353c455ffa6234f09a28d5579ebdb2f7542182afa18c772ce32
+// Body SHA-256: 41c0cc5630c2a1734283b8b121a2c3fbd1da04df9beb54cbecde9870fc5085db
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -66,7 +66,7 @@ constexpr u32 kNumGroups = kBlockN / 8, kAccRegisters = kBlockN / 2;
 
 // Shared memory: A stages, B stages, D, scales of A, scales of B, barriers.
 constexpr u32 kAStageBytes = kBlockM * kBlockK, kBStageBytes = kBlockN * kBlockK;
-constexpr u32 kSfaStageBytes = 256, kSfbStageBytes = 16;
+constexpr u32 kSfaRows = 64, kSfaStageBytes = 256, kSfbStageBytes = 16;
 constexpr u32 kBOffset = 32768, kDOffset = 98304;
 constexpr u32 kSfaOffset = 114688, kSfbOffset = 115712;
 constexpr u32 kFullOffset = 115776, kEmptyOffset = kFullOffset + kNumStages * 8;
@@ -378,14 +378,22 @@ struct Extent {
 struct Work {
     u32 m0, n0, group, m_end, k_begin, k_end;
 
-    // Scales of A are loaded from here on: TMA reads from multiples of 16 bytes only, and a group that is
-    // not aligned starts anywhere.
-    __device__ __forceinline__ u32 sfa_m0() const { return m0 & ~3u; }
+    // The row that its scales of A are loaded from: TMA reads from multiples of 16 bytes only, and a
+    // contiguous group may start anywhere.
+    __device__ __forceinline__ u32 sfa_m0() const { return kMasked ? m0 : m0 & ~3u; }
 
     // Whether every row of the tile is stored.
     __device__ __forceinline__ bool is_whole() const { return m_end >= m0 + kBlockM; }
 };
 constexpr u32 kAskRows = 0, kNoGroup = 0xffffffff;
+
+// The scales of the operands that a piece of work belongs to.
+__device__ __forceinline__ const float* sfa_of(const GemmArgs& args, const Work& work) {
+    return args.sfa + (kMasked ? work.group * grouped(args).sfa_stride_g : 0);
+}
+__device__ __forceinline__ const float* sfb_of(const GemmArgs& args, const Work& work) {
+    return args.sfb + work.group * grouped(args).sfb_stride_g;
+}
 
 // Tiles on their way from the warp that finds them to all who load and compute them: {m0, n0, group, m_end} in
 // slots of 16 bytes, then for each slot a barrier that it is full and one that all have read it.
@@ -664,24 +672,24 @@ __device__ __forceinline__ void load_scales(const GemmArgs& args, const Extent& 
         if (lane < kNumBScales) {
             const u32 b_row = work.n0 / 128 + lane;
             const bool valid = b_row < extent.b_scale_rows;
-            const float* sfb = args.sfb + work.group * grouped(args).sfb_stride_g;
             copy_async_float(smem + kSfbOffset + stage * kSfbStageBytes + lane * 4,
-                             sfb + (valid ? b_row * args.sfb_stride_n + block * args.sfb_stride_k : 0), valid);
+                             sfb_of(args, work) + (valid ? b_row * args.sfb_stride_n + block * args.sfb_stride_k : 0),
+                             valid);
         }
         if (direct) {
 #pragma unroll 1
-            for (u32 row = lane; row < kBlockM; row += 32) {
-                const bool valid = work.m0 + row < args.m;
+            for (u32 row = lane; row < kSfaRows; row += 32) {
+                const u32 a_row = work.sfa_m0() + row;
+                const bool valid = a_row < args.m;
                 copy_async_float(
                     sfa + row * 4,
-                    args.sfa + work.group * grouped(args).sfa_stride_g + (valid ? (work.m0 + row) * args.sfa_stride_m + block * args.sfa_stride_k : 0),
-                    valid);
+                    sfa_of(args, work) + (valid ? a_row * args.sfa_stride_m + block * args.sfa_stride_k : 0), valid);
             }
         } else if (lane == 0) {
             // With an arrival: mbarrier.expect_tx alone is carried out later (SYNCS…RED), and the arrival
             // of the copies below may overtake it: the phase would end before these bytes are there.
-            mbarrier_arrive_expect(full, kBlockM * 4);
-            tma_load(sfa, &args.map_sfa, work.m0, block, work.group, full);
+            mbarrier_arrive_expect(full, kSfaRows * 4);
+            tma_load(sfa, &args.map_sfa, work.sfa_m0(), block, work.group, full);
         }
         copy_async_arrive(full);
     });
@@ -826,7 +834,8 @@ __device__ __forceinline__ void compute_tiles(const GemmArgs& args, const Extent
         for (u32 wave = 0; wave < kNumWaves; ++wave)
 #pragma unroll
             for (u32 i = 0; i < kAccRegisters; ++i) sum[wave][i] = 0.0f;
-        accumulate_tile(sum, work, stage, smem, warpgroup, sfa_lane, crossed_steps(work.n0), lane);
+        accumulate_tile(sum, work, stage, smem, warpgroup, sfa_lane + (work.m0 - work.sfa_m0()) * 4,
+                        crossed_steps(work.n0), lane);
         store_tile(args, sum, work, n, smem, parity, rank, warp, lane);
     }
 }

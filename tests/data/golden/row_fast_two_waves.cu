@@ -13,7 +13,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: b8c16046da567bfe1eeec4648f1d4c8486c9874d32fde1e64517017152186fdf
+// Body SHA-256: f3d26ae52d2391492e1768df9fe150e1b3cc33a9d748bdfc0c2c9b05357e2d1e
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -319,7 +319,14 @@ struct Extent {
 // What a CTA does at a time: the first row and column of a tile of D, and the K blocks that it adds up.
 struct Work {
     u32 m0, n0, k_begin, k_end;
+
+    // The row that its scales of A are loaded from.
+    __device__ __forceinline__ u32 sfa_m0() const { return m0; }
 };
+
+// The scales of the operands that a piece of work belongs to.
+__device__ __forceinline__ const float* sfa_of(const GemmArgs& args, const Work&) { return args.sfa; }
+__device__ __forceinline__ const float* sfb_of(const GemmArgs& args, const Work&) { return args.sfb; }
 
 // Walks the tiles of D. A persistent CTA (in whole clusters) takes every step-th tile of a walk in
 // strips: kRasterGroup blocks along one dimension, then on along the other, so that the operands of

@@ -13,7 +13,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 558356d68941b99b4d7cb479b36e5083e9a8bad2924768440c4290f86a5261e8
+// Body SHA-256: 0566e190e27e012702da65847e7a43dccd2f5853ec489c981a01cf350d5bca9b
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -66,7 +66,7 @@ constexpr u32 kNumGroups = kBlockN / 8, kAccRegisters = kBlockN / 2;
 
 // Shared memory: A stages, B stages, split-K partials, scales of A, scales of B, barriers.
 constexpr u32 kAStageBytes = kBlockM * kBlockK, kBStageBytes = kBlockN * kBlockK;
-constexpr u32 kSfaStageBytes = 256, kSfbStageBytes = 16;
+constexpr u32 kSfaRows = 16, kSfaStageBytes = 256, kSfbStageBytes = 16;
 constexpr u32 kBOffset = 30720, kPartialOffset = 129024;
 constexpr u32 kSfaOffset = 133120, kSfbOffset = 136192;
 constexpr u32 kFullOffset = 136384, kEmptyOffset = kFullOffset + kNumStages * 8;
@@ -320,7 +320,14 @@ struct Extent {
 // What a CTA does at a time: the first row and column of a tile of D, and the K blocks that it adds up.
 struct Work {
     u32 m0, n0, k_begin, k_end;
+
+    // The row that its scales of A are loaded from.
+    __device__ __forceinline__ u32 sfa_m0() const { return m0; }
 };
+
+// The scales of the operands that a piece of work belongs to.
+__device__ __forceinline__ const float* sfa_of(const GemmArgs& args, const Work&) { return args.sfa; }
+__device__ __forceinline__ const float* sfb_of(const GemmArgs& args, const Work&) { return args.sfb; }
 
 // Walks the tiles of D. A persistent CTA (in whole clusters) takes every step-th tile of a walk in
 // strips: kRasterGroup blocks along one dimension, then on along the other, so that the operands of
@@ -442,22 +449,23 @@ __device__ __forceinline__ void load_scales(const GemmArgs& args, const Extent& 
             const u32 b_row = work.n0 / 128 + lane;
             const bool valid = b_row < extent.b_scale_rows;
             copy_async_float(smem + kSfbOffset + stage * kSfbStageBytes + lane * 4,
-                             args.sfb + (valid ? b_row * args.sfb_stride_n + block * args.sfb_stride_k : 0), valid);
+                             sfb_of(args, work) + (valid ? b_row * args.sfb_stride_n + block * args.sfb_stride_k : 0),
+                             valid);
         }
         if (direct) {
 #pragma unroll 1
-            for (u32 row = lane; row < kBlockM; row += 32) {
-                const bool valid = work.m0 + row < args.m;
+            for (u32 row = lane; row < kSfaRows; row += 32) {
+                const u32 a_row = work.sfa_m0() + row;
+                const bool valid = a_row < args.m;
                 copy_async_float(
                     sfa + row * 4,
-                    args.sfa + (valid ? (work.m0 + row) * args.sfa_stride_m + block * args.sfa_stride_k : 0),
-                    valid);
+                    sfa_of(args, work) + (valid ? a_row * args.sfa_stride_m + block * args.sfa_stride_k : 0), valid);
             }
         } else if (lane == 0) {
             // With an arrival: mbarrier.expect_tx alone is carried out later (SYNCS…RED), and the arrival
             // of the copies below may overtake it: the phase would end before these bytes are there.
-            mbarrier_arrive_expect(full, kBlockM * 4);
-            tma_load(sfa, &args.map_sfa, work.m0, block, full);
+            mbarrier_arrive_expect(full, kSfaRows * 4);
+            tma_load(sfa, &args.map_sfa, work.sfa_m0(), block, full);
         }
         copy_async_arrive(full);
     });
@@ -594,7 +602,8 @@ __device__ __forceinline__ void compute_tiles(const GemmArgs& args, const Extent
         for (u32 wave = 0; wave < kNumWaves; ++wave)
 #pragma unroll
             for (u32 i = 0; i < kAccRegisters; ++i) sum[wave][i] = 0.0f;
-        accumulate_tile(sum, work, stage, smem, warpgroup, sfa_lane, crossed_steps(work.n0), lane);
+        accumulate_tile(sum, work, stage, smem, warpgroup, sfa_lane + (work.m0 - work.sfa_m0()) * 4,
+                        crossed_steps(work.n0), lane);
         store_tile(args, sum, work, n, smem, parity, rank, warp, lane);
     }
     // Peers still signal this barrier. Warps without rows of D took no part.

@@ -13,7 +13,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 4e78b95bc9ab815bd06145742f0349d61ce3af46db29a1538da33bf521c8d696
+// Body SHA-256: 15b5c7dbf67315cf5976cf8675b811a8bf4a27d2dabc5ddf97a2e36ea481f1f3
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -317,7 +317,14 @@ struct Extent {
 // What a CTA does at a time: the first row and column of a tile of D, and the K blocks that it adds up.
 struct Work {
     u32 m0, n0, k_begin, k_end;
+
+    // The row that its scales of A are loaded from.
+    __device__ __forceinline__ u32 sfa_m0() const { return m0; }
 };
+
+// The scales of the operands that a piece of work belongs to.
+__device__ __forceinline__ const float* sfa_of(const GemmArgs& args, const Work&) { return args.sfa; }
+__device__ __forceinline__ const float* sfb_of(const GemmArgs& args, const Work&) { return args.sfb; }
 
 // Walks the tiles of D. A persistent CTA (in whole clusters) takes every step-th tile of a walk in
 // strips: kRasterGroup blocks along one dimension, then on along the other, so that the operands of
