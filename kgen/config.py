@@ -68,9 +68,17 @@ ROW_AND_BIAS_REGISTERS: Final = 10
 #: launch, whatever setmaxnreg gives the math warpgroups later.
 WGMMA_OVERHEAD_REGISTERS: Final = 26
 LAUNCH_REGISTERS: Final = {1: 255, 2: 168, 3: 128}
+D_STAGINGS: Final = ("own", "ring")
 RASTER_ALONG: Final = ("m", "n")
 BAKED_DIMS: Final = ("none", "nk")
 SASS_PASSES: Final = ("none", "interleave")
+NAMED_AXES: Final = {
+    "b_eviction": B_EVICTIONS,
+    "d_staging": D_STAGINGS,
+    "raster_along": RASTER_ALONG,
+    "baked_dims": BAKED_DIMS,
+    "sass_pass": SASS_PASSES,
+}
 
 
 @dataclass(frozen=True, order=True)
@@ -85,6 +93,8 @@ class GemmConfig:
     split_k                CTAs of a cluster that share one tile's K range and add up in order
     b_eviction             what L2 does with B, "evict_first" or "evict_normal": B that is read once
                            need not displace others, which a cold L2 would have to write back
+    d_staging              where D waits for its store: memory of its "own", or in the "ring" over A
+                           of the tile's last K blocks, which leaves room for another stage
     raster_along           dimension walked first within a strip of tiles
     raster_group           blocks of that dimension in a strip
     baked_dims             "nk": N and K are constants of the source; "none": arguments
@@ -100,6 +110,7 @@ class GemmConfig:
     cluster_n: int = 1
     split_k: int = 1
     b_eviction: str = "evict_normal"
+    d_staging: str = "own"
     raster_along: str = "m"
     raster_group: int = 8
     baked_dims: str = "none"
@@ -229,8 +240,9 @@ def resources(
     # WGMMA reads 64 rows whatever block_m is: past a short last A stage there must be memory.
     b_offset = ((c.num_stages - 1) * c.block_m + max(c.block_m, WGMMA_M)) * BLOCK_K
     d_offset = b_offset + c.num_stages * c.block_n * BLOCK_K
-    d_staging = c.block_m * c.block_n * d_bytes if c.split_k == 1 else 0
-    partial_offset = d_offset + round_up(d_staging, 1024)
+    has_own_d = c.split_k == 1 and c.d_staging == "own"
+    d_bytes_staged = c.block_m * c.block_n * d_bytes if has_own_d else 0
+    partial_offset = d_offset + round_up(d_bytes_staged, 1024)
     owned_groups = ceil_div(c.block_n // 8, c.split_k)
     partial_bytes = c.split_k * owned_groups * c.block_m * 32 if c.split_k > 1 else 0
     sfa_offset = partial_offset + round_up(partial_bytes, 128)
@@ -316,16 +328,12 @@ def _why_not_a_kernel(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid 
         return Invalid(
             "num_accumulators", f"num_accumulators={c.num_accumulators}: expected 1 or 2"
         )
-    if c.b_eviction not in B_EVICTIONS:
-        return Invalid("b_eviction", f"b_eviction={c.b_eviction!r}: expected one of {B_EVICTIONS}")
-    if c.raster_along not in RASTER_ALONG:
-        return Invalid("raster_along", f"raster_along={c.raster_along!r}: expected m or n")
     if c.raster_group < 1:
         return Invalid("raster_group", f"raster_group={c.raster_group}: expected at least 1")
-    if c.baked_dims not in BAKED_DIMS:
-        return Invalid("baked_dims", f"baked_dims={c.baked_dims!r}: expected one of {BAKED_DIMS}")
-    if c.sass_pass not in SASS_PASSES:
-        return Invalid("sass_pass", f"sass_pass={c.sass_pass!r}: expected one of {SASS_PASSES}")
+    for name, values in NAMED_AXES.items():
+        value = getattr(c, name)
+        if value not in values:
+            return Invalid(name, f"{name}={value!r}: expected one of {', '.join(values)}")
     rows = c.block_m // c.num_math_warpgroups
     if c.block_m % c.num_math_warpgroups or (rows % WGMMA_M and c.num_math_warpgroups > 1):
         return Invalid(
@@ -335,6 +343,8 @@ def _why_not_a_kernel(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid 
     if rows > 2 * WGMMA_M:
         return Invalid("warpgroup_rows", f"{rows} rows a warpgroup: at most 128")
     invalid = _why_cluster_invalid(c) or _why_not_under(p, c) or _why_too_large(p, c, device)
+    if not invalid and c.d_staging == "ring":
+        invalid = _why_no_ring(p, c)
     return invalid or (_why_not_grouped(p, c) if p.is_grouped else None)
 
 
@@ -387,6 +397,27 @@ def _why_not_under(p: GemmProblem, c: GemmConfig) -> Invalid | None:
     return None
 
 
+def held_stages(block_n: int, d_dtype: str) -> int:
+    """Stages whose A a tile of D takes with d_staging="ring": 128 bytes of a row of D in each."""
+    return ceil_div(block_n * D_DTYPE_BYTES[d_dtype], BLOCK_K)
+
+
+def _why_no_ring(p: GemmProblem, c: GemmConfig) -> Invalid | None:
+    """Why D can not be staged in the ring."""
+    if p.kind != "dense" or p.recipe != "block" or p.bias or c.split_k > 1:
+        return Invalid(
+            "ring_kind", "d_staging=ring is for dense block-scaled kernels without split_k"
+        )
+    held = held_stages(c.block_n, p.d_dtype)
+    if c.block_m % WGMMA_M or c.block_n * D_DTYPE_BYTES[p.d_dtype] % BLOCK_K:
+        return Invalid(
+            "ring_shape", f"{c.block_m}x{c.block_n}: D's rows are not whole rows of stages of A"
+        )
+    if held >= c.num_stages:
+        return Invalid("ring_stages", f"num_stages={c.num_stages}: D alone takes {held}")
+    return None
+
+
 def _why_too_large(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid | None:
     r = resources(c, p.d_dtype, p.recipe, p.bias, kind=p.kind)
     if c.num_accumulators > 1 and r.num_waves != 1:
@@ -428,6 +459,8 @@ def _why_too_large(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid | N
 
 def _why_not_for(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid | None:
     """Rules that a problem's sizes add: a choice that could only idle is not a candidate."""
+    if c.d_staging == "ring" and held_stages(c.block_n, p.d_dtype) > p.num_k_blocks:
+        return Invalid("ring_k_blocks", "D takes more stages than there are K blocks")
     if c.split_k > p.num_k_blocks:
         return Invalid("split_k_empty", f"split_k={c.split_k}: only {p.num_k_blocks} K blocks")
     if ceil_div(p.m, c.block_m) < c.cluster_m:
