@@ -57,7 +57,8 @@ class GemmProblem:
     fast_accum         all of K is summed inside the tensor cores, which keep 13 fraction bits of
                        a sum (torch._scaled_mm's use_fast_accum=True); otherwise each 128 columns
                        are added up in FP32. Recipe "block" has to do the latter
-    batch_invariant    the bits of a row of D do not depend on m, the device or num_sms
+    batch_invariant    the bits of a row of D do not depend on m, the device or num_sms; kernels of
+                       grouped kinds are so always, and calls do not ask for it
     num_sms            an SM budget (0: every SM of the device), part of the problem, since the
                        best kernel for 132 SMs is not the best for 108
 
@@ -102,6 +103,11 @@ class GemmProblem:
             raise UsageError(
                 f"kind={self.kind}: a grouped kind takes recipe=block, E4M3 operands and no bias; "
                 "given another of them"
+            )
+        if self.is_grouped and self.batch_invariant:
+            raise UsageError(
+                f"kind={self.kind} batch_invariant=true: kernels of a grouped kind never split "
+                "K and are so by themselves; leave it out"
             )
         for name, low in (("m", 1), ("n", 1), ("k", 1), ("groups", 1), ("num_sms", 0)):
             value = getattr(self, name)

@@ -181,10 +181,12 @@ def _check_strides(x: GroupedInputs) -> None:
                 f"{name} is {_describe(tensor)}, expanded over one value: pass {name}.contiguous()"
             )
         if not name.endswith("_scales") and (reason := _why_unfit(tensor)):
-            raise UnsupportedInput(
-                f"{name} is {_describe(tensor)}: {reason}; pass memory of its own, as from "
-                f"{name}.contiguous()"
+            wanted = (
+                "allocate it as torch.empty does"
+                if name == "out"
+                else f"pass memory of its own, as from {name}.contiguous()"
             )
+            raise UnsupportedInput(f"{name} is {_describe(tensor)}: {reason}; {wanted}")
         if name != "out" and _cross(tensor, x.out):
             raise UnsupportedInput(f"out shares memory with {name}: expected an output of its own")
 

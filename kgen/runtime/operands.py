@@ -97,7 +97,9 @@ def unpack(  # noqa: PLR0917, what a call gives, in that order
             raise UnsupportedInput(f"expected the pair ({name}, {name}_scales), got {given}")
     if recipe is not None and recipe not in RECIPES:
         raise UnsupportedInput(f"recipe={recipe!r}: expected one of {', '.join(RECIPES)}")
-    inputs = Inputs(lhs[0], lhs[1], rhs[0], rhs[1], out, bias, recipe, bool(fast_accum))
+    if not isinstance(fast_accum, bool):
+        raise UnsupportedInput(f"fast_accum={fast_accum!r}: expected True or False")
+    inputs = Inputs(lhs[0], lhs[1], rhs[0], rhs[1], out, bias, recipe, fast_accum)
     for name, tensor in inputs.named():
         if not isinstance(tensor, torch.Tensor):
             raise UnsupportedInput(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
@@ -121,7 +123,7 @@ def check(x: Inputs) -> Sizes:
     _check_devices(x)
     _check_strides(x)
     for name, tensor in x.named():
-        if name != "out" and _overlap(tensor, x.out):
+        if name != "out" and share_memory(tensor, x.out):
             raise UnsupportedInput(f"out shares memory with {name}: expected an output of its own")
     return sizes
 
@@ -311,7 +313,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
-def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two matrices share memory; unequal pitches count as sharing where spans cross."""
     (x0, x1), (y0, y1) = _span(x), _span(y)
     if x1 <= y0 or y1 <= x0:

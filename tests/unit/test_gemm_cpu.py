@@ -14,7 +14,7 @@ import torch
 import kgen.runtime.gemm as g
 from kgen.errors import UnsupportedInput, UsageError
 from kgen.reference import gemm_reference
-from kgen.runtime.operands import _overlap
+from kgen.runtime.operands import share_memory
 
 M, N, K = 20, 264, 272  # three blocks of K, the last one partial; three of N
 SQUARE = 256
@@ -244,15 +244,15 @@ def test_an_output_within_an_input_is_refused() -> None:
 def test_columns_of_one_buffer_do_not_overlap() -> None:
     buffer = torch.zeros(8, 32)
     left, right = buffer[:, :16], buffer[:, 16:]
-    assert not _overlap(left, right)
-    assert not _overlap(right, left)
-    assert _overlap(left, buffer[:, 15:20])
-    assert _overlap(buffer[:, 30:], buffer.flatten()[30:].as_strided((7, 4), (32, 1)))
-    assert _overlap(left, buffer.t())
-    assert not _overlap(buffer[:4], buffer[4:])
-    assert not _overlap(buffer[:1], buffer[1:])
-    assert not _overlap(left, right[:1])
-    assert _overlap(left, buffer[3:4])
+    assert not share_memory(left, right)
+    assert not share_memory(right, left)
+    assert share_memory(left, buffer[:, 15:20])
+    assert share_memory(buffer[:, 30:], buffer.flatten()[30:].as_strided((7, 4), (32, 1)))
+    assert share_memory(left, buffer.t())
+    assert not share_memory(buffer[:4], buffer[4:])
+    assert not share_memory(buffer[:1], buffer[1:])
+    assert not share_memory(left, right[:1])
+    assert share_memory(left, buffer[3:4])
 
 
 def test_scales_beside_the_output_in_one_workspace() -> None:

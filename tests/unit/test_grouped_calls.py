@@ -153,6 +153,10 @@ def test_the_alignment_is_told() -> None:
         (lambda t: t.update(layout=[0, 1, 2, 3]), "m_offsets is a list: expected a torch.Tensor"),
         (lambda t: t.update(layout=torch.zeros(8, dtype=torch.int32)[::2]), "2 elements apart"),
         (lambda t: t.update(a=t["a"][:, ::2]), "a is .*: expected|columns 2 elements apart"),
+        (
+            lambda t: t.update(out=t["out"].t().contiguous().t()),
+            "out is .*columns 384 elements apart; allocate it as torch.empty does",
+        ),
         (lambda t: t.update(out=t["out"].expand(384, 72)[:, :72]), None),
     ],
 )

@@ -18,7 +18,7 @@ from kgen.config import GemmConfig, resources, why_invalid
 from kgen.device import H200
 from kgen.errors import ShapesError, UnsupportedInput, UsageError
 from kgen.heuristic import default_config, explain
-from kgen.problem import GemmProblem
+from kgen.problem import GROUPED_KINDS, GemmProblem
 from kgen.reference import gemm_reference
 from kgen.render import problem_class
 from kgen.runtime.copies import copy_reasons
@@ -68,6 +68,13 @@ def test_a_problem_says_what_differs_from_the_defaults() -> None:
 def test_a_wrong_field_is_named(words: str, says: str) -> None:
     with pytest.raises(ShapesError, match=says):
         parse_problem(f"dense m=1 n=8 k=16 {words}")
+
+
+@pytest.mark.parametrize("kind", GROUPED_KINDS)
+def test_grouped_kinds_are_batch_invariant_without_being_asked(kind: str) -> None:
+    """Calls never ask, so that what is tuned under the policy would never be used."""
+    with pytest.raises(ShapesError, match="never split K and are so by themselves; leave it out"):
+        parse_problem(f"{kind} m=8 n=8 k=16 groups=2 batch_invariant=true")
 
 
 def test_flags_are_bools() -> None:
@@ -312,6 +319,7 @@ def test_wrong_calls_are_refused_by_name() -> None:
     refused(r"expected \[20, 3\]", recipe="block")
     refused(r"a_scales is float32\[19\]", lhs=(a, sfa[1:]))
     refused("or both single values", rhs=(b, sfb[:1]))
+    refused("fast_accum='no': expected True or False", fast_accum="no")
     refused("fast_accum=True with recipe='block'", recipe="block", fast_accum=True)
     lhs, rhs = operands("block")
     refused("fast_accum=True is for one scale a row", lhs, rhs, fast_accum=True)
