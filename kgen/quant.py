@@ -163,10 +163,12 @@ def _is_tma_aligned(x: torch.Tensor) -> bool:
 
 def check_cast_input(x: torch.Tensor, recipe: str, dtype: torch.dtype) -> None:
     """Raise UnsupportedInput unless x [M, K] can be cast to `dtype` by this recipe."""
-    if recipe not in RECIPES:
+    if not isinstance(recipe, str) or recipe not in RECIPES:
         raise UnsupportedInput(f"recipe {recipe!r}: expected one of {', '.join(RECIPES)}")
     if dtype not in FP8_MAX:
         raise UnsupportedInput(f"dtype={dtype}: expected float8_e4m3fn or float8_e5m2")
+    if x.layout != torch.strided:
+        raise UnsupportedInput(f"a tensor of {x.layout}: expected plain memory (torch.strided)")
     if x.dtype not in INPUT_DTYPES or x.dim() != 2:
         raise UnsupportedInput(
             f"a tensor of {x.dtype}{list(x.shape)}: expected two dimensions of BF16, FP16 or FP32"

@@ -18,6 +18,7 @@ from kgen.problem import MAX_EXTENT, SCALE_BLOCK, TMA_ALIGN_BYTES, ceil_div
 from kgen.quant import E4M3
 from kgen.reference import D_DTYPE_NAMES
 from kgen.runtime.cast_options import CastOptions, CastResult
+from kgen.runtime.ops import any_stands_for_another
 from kgen.runtime.plain import KERNELS, PlainKernel, Spec
 
 #: The halves of CastArgs of kgen/templates/casts/args.cuh.
@@ -126,8 +127,10 @@ def launch_rows(
 ) -> bool:
     """Cast per token into checked memory: x, its SwiGLU, or those rows of it that `rows` names.
 
-    False where there is no kernel.
+    False where there is no kernel, or no memory.
     """
+    if any_stands_for_another(x, values, scales, masked_m, rows):
+        return False
     x = with_adjacent_columns(x)
     k = values.shape[-1]
     vector = is_vectorised(x, k) and is_vectorised(values, k, 8)
@@ -258,7 +261,7 @@ def _tile_spec(  # noqa: PLR0917
 
 def with_adjacent_columns(x: torch.Tensor) -> torch.Tensor:
     """x itself, or a copy where kernels could not read its rows."""
-    x = x.resolve_neg()
+    x = x.resolve_neg().resolve_conj()
     if max(x.shape) > MAX_EXTENT:
         raise UnsupportedInput(f"x is {list(x.shape)}: expected each extent at most {MAX_EXTENT}")
     return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()

@@ -22,6 +22,7 @@ from kgen.runtime import ops
 from kgen.runtime.cast_launch import MAX_GROUPS, launch_cast, launch_rows
 from kgen.runtime.cast_options import CastOptions, CastResult
 from kgen.runtime.guard import count_write
+from kgen.runtime.operands import share_memory
 
 __all__ = [
     "CastResult",
@@ -67,7 +68,7 @@ def cast_to_fp8(
     """
     options = CastOptions(recipe, direction, amax, pow2_scales, row_major_scales, dtype)
     options.check(x)
-    if is_dynamo_compiling() or ops.stands_for_another(x):
+    if is_dynamo_compiling() or ops.any_stands_for_another(x):
         return ops.call_cast(x, options)
     return run_cast(x, options)
 
@@ -136,8 +137,10 @@ def swiglu_per_token_cast_to_fp8(
         raise UnsupportedInput(f"x is {list(x.shape)}: expected gate and up, [..., 2H]")
     ops.refuse_gradient("swiglu_per_token_cast_to_fp8", (x,))
     shape = (*x.shape[:-1], x.shape[-1] // 2)
-    values, scales = out or _empty_rows(x, shape, row_major_scales, dtype)
-    check_out(values, scales, x, shape, dtype)
+    if out is None:
+        values, scales = _empty_rows(x, shape, row_major_scales, dtype)
+    else:
+        values, scales = check_out(out, x, shape, dtype)
     if not launch_rows(x, values, scales, pow2_scales=pow2_scales, swiglu=True, masked_m=masked_m):
         with torch.no_grad():
             _swiglu_reference(x, masked_m, values, scales, pow2_scales)
@@ -162,10 +165,14 @@ def run_cast(x: torch.Tensor, options: CastOptions) -> CastResult:
 # ------------------------------------------------------------------------------- tensors
 
 
-def check_out(
-    values: Any, scales: Any, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    """Raise UnsupportedInput unless values and scales can take FP8 of `shape`, cast per token."""
+def check_out(out: Any, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Pair:
+    """The pair of values and scales, which x's FP8 of `shape`, cast per token, can be written to.
+
+    Raises UnsupportedInput for anything else.
+    """
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        raise UnsupportedInput(f"out is a {type(out).__name__}: expected the pair (values, scales)")
+    values, scales = out
     blocks = (*shape[:-1], ceil_div(shape[-1], SCALE_BLOCK))
     for name, tensor, kind, wanted in (
         ("values", values, dtype, shape),
@@ -178,10 +185,21 @@ def check_out(
                 f"out's {name} are {tensor.dtype}{list(tensor.shape)} on {tensor.device}: "
                 f"expected {kind}{list(wanted)} on {x.device}"
             )
+        if any(n > 1 and step == 0 for n, step in zip(wanted, tensor.stride(), strict=True)):
+            raise UnsupportedInput(
+                f"out's {name} have strides {tuple(tensor.stride())}, expanded over one value: "
+                "expected memory for each element"
+            )
+        has_memory = not (x.is_meta or ops.any_stands_for_another(x, tensor))
+        if has_memory and share_memory(tensor, x):
+            raise UnsupportedInput(
+                f"out's {name} share memory with x: expected memory of their own"
+            )
     if values.shape[-1] > 1 and values.stride(-1) != 1:
         raise UnsupportedInput(
             f"out's values have strides {tuple(values.stride())}: expected adjacent columns"
         )
+    return values, scales
 
 
 def _pair(x: torch.Tensor, recipe: str, *, transposed: bool = False, **choices: Any) -> Pair:
@@ -209,6 +227,8 @@ def _masked(x: Any, masked_m: torch.Tensor | None) -> bool:
             f"x is {list(x.shape)}: with masked_m expected [G, max_m, 2H] with G from 1 to "
             f"{MAX_GROUPS}"
         )
+    if not isinstance(masked_m, torch.Tensor):
+        raise UnsupportedInput(f"masked_m is a {type(masked_m).__name__}: expected a torch.Tensor")
     good = masked_m.dtype == torch.int32 and masked_m.device == x.device
     if not good or masked_m.shape != x.shape[:1] or not masked_m.is_contiguous():
         raise UnsupportedInput(
@@ -233,16 +253,16 @@ def _swiglu_reference(
     scales: torch.Tensor,
     pow2_scales: bool,
 ) -> None:
-    groups = [(x, values, scales, x.shape[-2])]
-    if masked_m is not None:
-        counts = [min(max(count, 0), x.shape[1]) for count in masked_m.tolist()]
-        groups = list(zip(x, values, scales, counts, strict=True))
-    for x_g, values_g, scales_g, count in groups:
-        q, s = quant.cast_to_fp8(
-            quant.swiglu(x_g[:count]), "token", dtype=values.dtype, pow2_scales=pow2_scales
-        )
-        values_g[:count].copy_(q)
-        scales_g[:count].copy_(s)
+    rows = quant.swiglu(x).flatten(0, -2)
+    q, s = quant.cast_to_fp8(rows, "token", dtype=values.dtype, pow2_scales=pow2_scales)
+    q, s = q.view(values.shape), s.view(scales.shape)
+    if masked_m is not None:  # by no count of the host's: a tracer knows none
+        row = torch.arange(x.shape[1], device=x.device)
+        counts = (row < masked_m[:, None])[..., None]
+        q = torch.where(counts, q.view(torch.uint8), values.view(torch.uint8)).view(values.dtype)
+        s = torch.where(counts, s, scales)
+    values.copy_(q)
+    scales.copy_(s)
 
 
 ops.register_casts(run_cast)

@@ -49,7 +49,7 @@ from kgen.runtime.grouped import (
 from kgen.runtime.guard import Same, count_write, layout_of, same_as
 from kgen.runtime.kernel import Launch, current_device, current_stream
 from kgen.runtime.operands import Inputs, Sizes, as_matrices, check, unpack
-from kgen.runtime.ops import get_col_major_tma_aligned_tensor
+from kgen.runtime.ops import dispatch_modes, get_col_major_tma_aligned_tensor
 from kgen.runtime.record import RECORDER
 from kgen.runtime.stats import KgenWarning, Stats
 from kgen.settings import Settings, batch_invariant_by_default
@@ -152,7 +152,7 @@ def gemm_fp8_nt(
     a kernel would have to be loaded while a CUDA graph is captured (see `warm_up`); DriverError
     when an earlier fault has cost the process its GPU.
     """
-    if is_dynamo_compiling():
+    if is_dynamo_compiling() or dispatch_modes():
         ops.call_gemm(unpack(lhs, rhs, out, bias, recipe, fast_accum))
         return
     try:

@@ -6,6 +6,7 @@ it, by `attach`, what all calls share. Must not import search, verify, measure o
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
@@ -25,7 +26,7 @@ from kgen.runtime.grouped_kernel import GroupedKernel
 from kgen.runtime.grouped_operands import GroupedInputs, check, check_layout, unpack
 from kgen.runtime.guard import Same, layout_of, same_as
 from kgen.runtime.kernel import Launch
-from kgen.runtime.ops import refuse_gradient
+from kgen.runtime.ops import dispatch_modes, refuse_gradient
 from kgen.settings import wants_checks
 
 #: Launches kept ready, by their tensors' addresses.
@@ -69,6 +70,7 @@ class _Calls:
 
     host: Host
     prepared: dict[tuple[Any, ...], Any] = {}  # noqa: RUF012, one for all calls
+    lock = threading.Lock()
     checks: bool | None = None
 
 
@@ -79,7 +81,8 @@ def attach(host: Host) -> None:
 
 
 def forget() -> None:
-    """Forget every launch and setting, as `kgen.runtime.gemm.reload` does."""
+    """Forget every launch and setting, as `kgen.runtime.gemm.reload` does, and in a new process."""
+    _Calls.lock = threading.Lock()  # a fork may have copied it while it was held
     _Calls.prepared.clear()
     _Calls.checks = None
 
@@ -187,7 +190,7 @@ def _check_bf16(name: str, out: Any) -> None:
 
 
 def _call(lhs: Any, rhs: Any, out: Any, layout: tuple[str, Any], expected_m: Any) -> None:
-    if is_dynamo_compiling():
+    if is_dynamo_compiling() or dispatch_modes():
         grouped_ops.call(unpack(lhs, rhs, out, layout, expected_m))
         return
     try:
@@ -277,6 +280,7 @@ def _wants_checks() -> bool:
 
 
 def _remember(key: tuple[Any, ...], ready: Any) -> None:
-    while len(_Calls.prepared) >= _MAX_PREPARED and key not in _Calls.prepared:
-        _Calls.prepared.pop(next(iter(_Calls.prepared)), None)
-    _Calls.prepared[key] = ready
+    with _Calls.lock:
+        while len(_Calls.prepared) >= _MAX_PREPARED and key not in _Calls.prepared:
+            _Calls.prepared.pop(next(iter(_Calls.prepared)), None)
+        _Calls.prepared[key] = ready

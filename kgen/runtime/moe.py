@@ -23,6 +23,7 @@ from kgen.runtime import ops
 from kgen.runtime.cast_launch import is_vectorised, launch_rows, with_adjacent_columns
 from kgen.runtime.cast_options import CastOptions
 from kgen.runtime.casts import check_out
+from kgen.runtime.guard import count_write
 from kgen.runtime.plain import KERNELS, Spec
 
 __all__ = [
@@ -84,7 +85,8 @@ def route_tokens(topk_ids: torch.Tensor, num_experts: int, *, alignment: int = 1
     chunks = max(1, ceil_div(count, _CHUNK))
     phases = ("all",) if chunks == 1 else ("count", "scan", "place")
     id_type = "int64" if ids.dtype == torch.int64 else "int32"
-    kernels = KERNELS.find(ids.device, *(_route_spec(phase, id_type) for phase in phases))
+    specs = [_route_spec(phase, id_type) for phase in phases]
+    kernels = None if ops.any_stands_for_another(ids) else KERNELS.find(ids.device, *specs)
     if kernels is None:
         return _route_reference(ids, num_experts, alignment, capacity)
     made = Routing(
@@ -123,10 +125,19 @@ def gather_scaled_rows(
     if not isinstance(lhs, tuple | list) or len(lhs) != 2:
         raise UnsupportedInput(f"expected the pair (values, scales), got {type(lhs).__name__}")
     values, scales = lhs
-    rows_fit = isinstance(scales, torch.Tensor) and scales.dim() == 2
-    if not rows_fit or scales.dtype != torch.float32 or scales.shape[0] != values.shape[0]:
-        given = f"{scales.dtype}{list(scales.shape)}" if rows_fit else type(scales).__name__
-        raise UnsupportedInput(f"scales are {given}: expected float32[{values.shape[0]}, blocks]")
+    _check_matrix("values", values)
+    is_tensor = isinstance(scales, torch.Tensor)
+    if (
+        not is_tensor
+        or scales.dim() != 2
+        or scales.dtype != torch.float32
+        or scales.shape[0] != values.shape[0]
+        or scales.device != values.device
+    ):
+        given = f"{_describe(scales)} on {scales.device}" if is_tensor else type(scales).__name__
+        raise UnsupportedInput(
+            f"scales are {given}: expected float32[{values.shape[0]}, blocks] on {values.device}"
+        )
     gathered, of_rows = _gather(values, scales, source_rows, row_major_scales)
     assert of_rows is not None
     return gathered, of_rows
@@ -152,9 +163,9 @@ def gather_per_token_cast_to_fp8(
     shape = (source_rows.shape[0], x.shape[1])
     if out is None:
         scales = quant.empty_scales(x, "token", *shape, row_major_scales)
-        out = x.new_empty(shape, dtype=dtype), scales
-    values, scales = out
-    check_out(values, scales, x, shape, dtype)
+        values = x.new_empty(shape, dtype=dtype)
+    else:
+        values, scales = check_out(out, x, shape, dtype)
     rows = source_rows.contiguous()
     if not launch_rows(x, values, scales, pow2_scales=pow2_scales, rows=rows):
         with torch.no_grad():
@@ -162,6 +173,8 @@ def gather_per_token_cast_to_fp8(
             q, s = quant.cast_to_fp8(gathered, "token", dtype=dtype, pow2_scales=pow2_scales)
             values.copy_(q)
             scales.copy_(s)
+    count_write((values,))
+    count_write((scales,))
     return values, scales
 
 
@@ -184,13 +197,11 @@ def combine_rows(
     positions = positions.contiguous()
     weights = None if weights is None else weights.contiguous()
     tokens, top_k, k = *positions.shape, x.shape[1]
-    spec = _combine_spec(
-        D_DTYPE_NAMES[x.dtype],
-        D_DTYPE_NAMES[result_dtype],
-        is_vectorised(x, k),
-        weights is not None,
-    )
-    kernels = KERNELS.find(x.device, spec)
+    kernels = None
+    if not ops.any_stands_for_another(x, positions, weights):
+        types = D_DTYPE_NAMES[x.dtype], D_DTYPE_NAMES[result_dtype]
+        spec = _combine_spec(*types, is_vectorised(x, k), weights is not None)
+        kernels = KERNELS.find(x.device, spec)
     if kernels is None:
         return _combine_reference(x, positions, weights, result_dtype)
     out = x.new_empty(tokens, k, dtype=result_dtype)
@@ -205,9 +216,7 @@ def combine_rows(
 def _gather(
     x: torch.Tensor, scales: torch.Tensor | None, source_rows: torch.Tensor, row_major_scales: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if not isinstance(x, torch.Tensor) or x.dim() != 2:
-        given = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-        raise UnsupportedInput(f"x is {given}: expected a tensor [M, K]")
+    _check_matrix("x", x)
     _check_rows(x, source_rows)
     ops.refuse_gradient("gather_rows", (x, scales))
     x, rows = with_adjacent_columns(x), source_rows.contiguous()
@@ -217,9 +226,10 @@ def _gather(
     if scales is not None:
         out_scales = scales.new_empty(rows.shape[0], scales.shape[1])
         out_scales = out_scales if row_major_scales else quant.empty_col_major(out_scales)
-    pitch = x.stride(0) * x.element_size() if x.shape[0] > 1 else 0
-    word = next(n for n in _WORD_BYTES if width % n == pitch % n == x.data_ptr() % n == 0)
-    kernels = KERNELS.find(x.device, _gather_spec(word, scales is not None))
+    kernels = None
+    if not ops.any_stands_for_another(x, scales, rows):
+        word = _word_bytes(x, width)
+        kernels = KERNELS.find(x.device, _gather_spec(word, scales is not None))
     if kernels is None:
         with torch.no_grad():
             out = _gather_reference(x, rows, 0)
@@ -229,6 +239,12 @@ def _gather(
     args = _pack_rows(x, rows, out, scales, out_scales, width, 0)
     kernels[0].launch(ceil_div(rows.shape[0], _GATHER_ROWS), args)
     return out, out_scales
+
+
+def _word_bytes(x: torch.Tensor, width: int) -> int:
+    """The widest word that rows of so many bytes are made of, and lie at multiples of."""
+    pitch = x.stride(0) * x.element_size() if x.shape[0] > 1 else 0
+    return next(n for n in _WORD_BYTES if width % n == pitch % n == x.data_ptr() % n == 0)
 
 
 def _pack_rows(  # noqa: PLR0917, in the order of the struct
@@ -350,6 +366,9 @@ def _check_ids(topk_ids: Any, num_experts: int, alignment: int) -> None:
         raise UnsupportedInput(f"topk_ids is {given}: expected a tensor [tokens, top_k]")
     if topk_ids.dtype not in (torch.int32, torch.int64):
         raise UnsupportedInput(f"topk_ids is {topk_ids.dtype}: expected int32 or int64")
+    for name, number in (("num_experts", num_experts), ("alignment", alignment)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise UnsupportedInput(f"{name}={number!r}: expected a whole number")
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise UnsupportedInput(f"num_experts={num_experts}: expected 1 to {MAX_EXPERTS}")
     if alignment < 1 or _capacity(topk_ids.numel(), num_experts, alignment) >= 2**31:
@@ -357,6 +376,16 @@ def _check_ids(topk_ids: Any, num_experts: int, alignment: int) -> None:
             f"alignment={alignment} with {topk_ids.numel()} choices: expected at least 1, and "
             "fewer than 2^31 rows in all"
         )
+
+
+def _check_matrix(name: str, x: Any) -> None:
+    if not isinstance(x, torch.Tensor) or x.dim() != 2:
+        given = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+        raise UnsupportedInput(f"{name} is {given}: expected a tensor [M, K]")
+
+
+def _describe(x: torch.Tensor) -> str:
+    return f"{x.dtype}{list(x.shape)}"
 
 
 def _check_rows(x: torch.Tensor, source_rows: Any) -> None:

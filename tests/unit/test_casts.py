@@ -266,6 +266,13 @@ COUNTS = torch.zeros(4, dtype=torch.int32)
         ({"x": torch.zeros(4, 3, 8), "masked_m": COUNTS[:2]}, r"masked_m is torch.int32\[2\]"),
         ({"out": (torch.zeros(3, 4), torch.zeros(3, 1))}, "out's values are torch.float32"),
         ({"out": (None, torch.zeros(3, 1))}, "out's values are a NoneType"),
+        ({"out": (torch.zeros(3, 4).to(E4M3),)}, r"out is a tuple: expected the pair \(values"),
+        ({"out": torch.zeros(2, 3, 4)}, r"out is a Tensor: expected the pair \(values, scales\)"),
+        (
+            {"out": (torch.zeros(1, 4).to(E4M3).expand(3, 4), torch.zeros(3, 1))},
+            "out's values have strides .*expanded over one value: expected memory for each",
+        ),
+        ({"x": torch.zeros(4, 3, 8), "masked_m": [0] * 4}, "masked_m is a list: expected a torch"),
         (
             {"out": (torch.zeros(3, 4).to(E4M3), torch.zeros(3, 4))},
             r"out's scales are torch.float32\[3, 4\] on cpu: expected torch.float32\[3, 1\]",
@@ -279,6 +286,16 @@ COUNTS = torch.zeros(4, dtype=torch.int32)
 def test_errors_of_swiglu(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedInput, match=message):
         c.swiglu_per_token_cast_to_fp8(**{"x": torch.zeros(3, 8), **arguments})
+
+
+def test_swiglu_does_not_write_what_it_reads() -> None:
+    x = torch.zeros(3, 8)
+    ours = x.view(torch.uint8)[:, 4:8].view(E4M3), torch.zeros(3, 1)
+    with pytest.raises(UnsupportedInput, match="out's values share memory with x"):
+        c.swiglu_per_token_cast_to_fp8(x, out=ours)
+    theirs = torch.zeros(3, 4).to(E4M3), x[:, 7:]
+    with pytest.raises(UnsupportedInput, match="out's scales share memory with x"):
+        c.swiglu_per_token_cast_to_fp8(x, out=theirs)
 
 
 @pytest.mark.parametrize("recipe", ["token", "tensor"])

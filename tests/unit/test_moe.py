@@ -8,10 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kgen.runtime.casts as c
 from kgen.errors import UnsupportedInput
-from kgen.runtime import moe
+from kgen.runtime import moe, plain
+from kgen.runtime.cast_launch import with_adjacent_columns
 from tests.cast_checks import BF16, E4M3, FP16, FP32, assert_same, bits, random, strides
 
 
@@ -121,6 +123,18 @@ X, ROWS, IDS = torch.zeros(3, 8), torch.zeros(2, dtype=torch.int32), torch.zeros
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: moe.route_tokens(IDS, 2.5), "num_experts=2.5: expected a whole number"),  # type: ignore[arg-type]
+        (lambda: moe.route_tokens(IDS, 4, alignment=True), "alignment=True: expected a whole"),
+        (
+            lambda: moe.gather_scaled_rows((3, torch.ones(2, 1)), IDS[0]),  # type: ignore[arg-type]
+            r"values is int: expected a tensor \[M, K\]",
+        ),
+        (
+            lambda: moe.gather_scaled_rows(
+                (torch.ones(2, 8), torch.ones(2, 1, device="meta")), IDS[0]
+            ),
+            r"scales are torch.float32\[2, 1\] on meta: expected float32\[2, blocks\] on cpu",
+        ),
         (lambda: moe.route_tokens(IDS[0], 4), r"topk_ids is \[2\]: expected a tensor \[tokens"),
         (lambda: moe.route_tokens(IDS.float(), 4), "topk_ids is torch.float32: expected int32"),
         (lambda: moe.route_tokens(IDS, 0), "num_experts=0: expected 1 to 1024"),
@@ -135,7 +149,7 @@ X, ROWS, IDS = torch.zeros(3, 8), torch.zeros(2, dtype=torch.int32), torch.zeros
         ),
         (
             lambda: moe.gather_scaled_rows((X, X[:2]), ROWS),
-            r"scales are torch.float32\[2, 8\]: expected float32\[3, blocks\]",
+            r"scales are torch.float32\[2, 8\] on cpu: expected float32\[3, blocks\]",
         ),
         (lambda: moe.combine_rows(X, IDS.long()), "positions is torch.int64 on cpu"),
         (lambda: moe.combine_rows(X.int(), IDS), "x is torch.int32: expected BF16, FP16 or FP32"),
@@ -147,3 +161,37 @@ X, ROWS, IDS = torch.zeros(3, 8), torch.zeros(2, dtype=torch.int32), torch.zeros
 def test_errors(call: Any, message: str) -> None:
     with pytest.raises(UnsupportedInput, match=message):
         call()
+
+
+def test_tensors_without_memory_meet_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tracer's tensors have no addresses: a kernel given them would lose the process its GPU."""
+
+    def find(*_: Any) -> None:
+        raise AssertionError("a kernel was looked for")
+
+    monkeypatch.setattr(plain.KERNELS, "find", find)
+    with FakeTensorMode():
+        x, rows = torch.empty(6, 256, dtype=BF16), torch.empty(5, dtype=torch.int32)
+        routing = moe.route_tokens(torch.empty(6, 2, dtype=torch.int64), 4, alignment=8)
+        assert [tuple(t.shape) for t in routing] == [(40,), (6, 2), (5,), (40,), (4,)]
+        assert moe.gather_rows(x, rows).shape == (5, 256)
+        a, scales = moe.gather_per_token_cast_to_fp8(x, rows)
+        assert (a.shape, a.dtype, scales.shape) == ((5, 256), E4M3, (5, 2))
+        assert moe.gather_scaled_rows((a, scales), rows)[1].shape == (5, 2)
+        assert moe.combine_rows(x, rows[:, None], torch.empty(5, 1)).shape == (5, 256)
+        assert c.swiglu_per_token_cast_to_fp8(x)[0].shape == (6, 128)
+        masked = c.swiglu_per_token_cast_to_fp8(x[None], torch.empty(1, dtype=torch.int32))
+        assert [tuple(t.shape) for t in masked] == [(1, 6, 128), (1, 6, 1)]
+
+
+def test_conjugated_views_are_gathered_as_what_they_stand_for() -> None:
+    x = torch.randn(4, 3, dtype=torch.complex64).conj()
+    assert torch.equal(with_adjacent_columns(x).resolve_conj(), x)
+    assert not with_adjacent_columns(x).is_conj()
+
+
+def test_a_given_output_counts_as_written() -> None:
+    out = torch.zeros(1, 8).to(E4M3), torch.zeros(1, 1)
+    versions = [t._version for t in out]
+    moe.gather_per_token_cast_to_fp8(torch.ones(2, 8), torch.ones(1, dtype=torch.int32), out=out)
+    assert all(t._version > version for t, version in zip(out, versions, strict=True))

@@ -242,6 +242,28 @@ def test_export_and_fx_see_the_operator() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_tracer_of_real_tensors_sees_the_operators() -> None:
+    """What a launch of ours writes would be missing from its graph."""
+    b, sfb = operands(20)[2:4]
+    scaled = torch.ones(1, 2, 3)
+
+    def work(x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        a = g.per_token_cast_to_fp8(x)
+        g.m_grouped_gemm_fp8_nt_contiguous(a, (b[None], scaled), out, m_offsets=offsets)
+        return g.mm_fp8_nt(a, (b, sfb)) + out
+
+    arguments = torch.randn(20, K), torch.tensor([0, 20], dtype=torch.int32), torch.zeros(20, N)
+    wanted = work(*arguments)
+    graph = make_fx(work, tracing_mode="real")(*arguments)
+    names = [str(node.target) for node in graph.graph.nodes if "kgen" in str(node.target)]
+    assert names == [
+        "kgen.cast_to_fp8.default",
+        "kgen.m_grouped_gemm_fp8_nt_contiguous.default",
+        "kgen.gemm_fp8_nt.default",
+    ]
+    assert torch.equal(graph(*arguments), wanted)
+
+
 def test_stand_in_tensors_get_stand_in_results() -> None:
     with FakeTensorMode():
         a = torch.empty(20, K).to(torch.float8_e4m3fn)
