@@ -406,7 +406,8 @@ def _why_no_ring(p: GemmProblem, c: GemmConfig) -> Invalid | None:
     """Why D can not be staged in the ring."""
     if p.kind != "dense" or p.recipe != "block" or p.bias or c.split_k > 1:
         return Invalid(
-            "ring_kind", "d_staging=ring is for dense block-scaled kernels without split_k"
+            "ring_kind",
+            "d_staging=ring is for dense block-scaled kernels without bias and split_k",
         )
     held = held_stages(c.block_n, p.d_dtype)
     if c.block_m % WGMMA_M or c.block_n * D_DTYPE_BYTES[p.d_dtype] % BLOCK_K:

@@ -76,6 +76,13 @@ def rule(problem: GemmProblem = LARGE, **changes: Any) -> str:
 # Validity.
 
 
+def test_the_ring_says_that_it_takes_no_bias() -> None:
+    problem = GemmProblem("dense", 4096, 4096, 4096, bias=True)
+    invalid = why_invalid(problem, GemmConfig(d_staging="ring"), H200)
+    assert invalid is not None
+    assert "without bias" in invalid.reason
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
