@@ -25,7 +25,7 @@ INTERRUPTED: Final = 130
 EPILOG: Final = """\
 exit codes: 0 all done, 1 some failed, 2 wrong usage, 130 interrupted
 Data goes to stdout, progress to stderr. KGEN_CACHE_DIR, KGEN_DB, KGEN_COMPILER, KGEN_JOBS and
-KGEN_LOG_LEVEL set what the options do not."""
+KGEN_LOG_LEVEL set what the options do not. `kgen tune --help` tells how problems are written."""
 
 
 def build_parser() -> argparse.ArgumentParser:

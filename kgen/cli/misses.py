@@ -20,7 +20,8 @@ MORE = """\
 A program that runs with KGEN_MISSES=FILE keeps in FILE every problem that had no tuned kernel of
 its own, with the number of calls as the weight: one line a problem here, most calls first. Several
 processes and runs add up; {pid} in FILE keeps processes apart, and is read here as any number.
-KGEN_RECORD=FILE keeps all calls in the same way, tuned or not. Once tuned, delete the file."""
+KGEN_RECORD=FILE keeps all calls in the same way, tuned or not; without a Hopper GPU, where nothing
+can be missed, it alone does. Once tuned, delete the file."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -38,7 +39,10 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     """Print the misses, most calls first. Raises UsageError where nothing says where they are."""
     files = args.file or [str(file) for file in _recorded(settings)]
     if not files:
-        note(f"nothing was recorded in {settings.misses}: every call was tuned, or none made yet")
+        note(
+            f"nothing was recorded in {settings.misses}: every call was tuned, none made yet, or "
+            "the program ran where there is no Hopper GPU (there KGEN_RECORD keeps its calls)"
+        )
         return OK
     write(args, sorted_by_weight(lines_of([], files).lines))
     return OK

@@ -147,8 +147,9 @@ def _from_config(args: argparse.Namespace) -> int:
         for name, default in _OF_CONFIG.items()
     }
     split = Split(**values | {"tokens": _rows(values["tokens"])})
+    fields = load_config(args.from_config)
     try:
-        found = model_shapes(load_config(args.from_config), split)
+        found = model_shapes(fields, split)
     except UsageError as error:
         raise UsageError(f"{args.from_config}: {error}") from None
     for text in [*found.notes, *found.left_out]:

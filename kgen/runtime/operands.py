@@ -96,7 +96,8 @@ def unpack(  # noqa: PLR0917, what a call gives, in that order
             given = _describe(pair) if isinstance(pair, torch.Tensor) else type(pair).__name__
             raise UnsupportedInput(f"expected the pair ({name}, {name}_scales), got {given}")
     if recipe is not None and recipe not in RECIPES:
-        raise UnsupportedInput(f"recipe={recipe!r}: expected one of {', '.join(RECIPES)}")
+        hint = "; scales of token and block casts are 'block'" if recipe == "token" else ""
+        raise UnsupportedInput(f"recipe={recipe!r}: expected one of {', '.join(RECIPES)}{hint}")
     if not isinstance(fast_accum, bool):
         raise UnsupportedInput(f"fast_accum={fast_accum!r}: expected True or False")
     inputs = Inputs(lhs[0], lhs[1], rhs[0], rhs[1], out, bias, recipe, fast_accum)

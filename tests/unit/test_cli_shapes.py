@@ -101,7 +101,7 @@ def test_converting_merges_and_checks(tmp_path: Path, capsys: Capture) -> None:
             "num_attention_heads=128 is not a multiple of 7",
         ),
         (("--from-config", "CONFIG", "--tp", "8", "--ep", "12"), "multiple of the other"),
-        (("--from-config", "nothing.json"), "nothing.json: can not be read: No such file"),
+        (("--from-config", "nothing.json"), "error: nothing.json: can not be read: No such file"),
         (("nothing.txt",), "nothing.txt: no such file"),
     ],
 )
@@ -145,6 +145,7 @@ def test_no_misses_and_no_place_to_look(
     assert main(["misses"]) == 0
     said = capsys.readouterr()
     assert (said.out, "nothing was recorded" in said.err) == ("", True)
+    assert "no Hopper GPU" in said.err
     monkeypatch.delenv("KGEN_MISSES")
     assert main(["misses"]) == 2
     assert "set KGEN_MISSES" in capsys.readouterr().err
