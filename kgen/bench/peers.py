@@ -67,7 +67,8 @@ class FunctionPeer:
 
         def launch(*tensors: torch.Tensor) -> None:
             # The guarded D has a pitch of its own, which not every library takes.
-            plain = torch.empty(tensors[4].shape, dtype=case.d_dtype, device=case.device)
+            # New memory may hold another provider's right result.
+            plain = torch.full_like(tensors[4], float("nan"), memory_format=torch.contiguous_format)
             self._bind(*tensors[:4], plain)()
             tensors[4].copy_(plain)
 

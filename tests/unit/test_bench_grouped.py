@@ -40,6 +40,7 @@ def contiguous(lhs: Any, rhs: Any, out: torch.Tensor, index: torch.Tensor) -> No
 
 def masked(lhs: Any, rhs: Any, out: torch.Tensor, counts: torch.Tensor, expected_m: int) -> None:
     assert expected_m == MASKED.m
+    assert out.isnan().all(), "new memory may hold another provider's right result"
     masked_reference_into(out, lhs[0], lhs[1], rhs[0], rhs[1], counts)
 
 
@@ -74,7 +75,6 @@ def test_both_generations_are_known(calls: dict[str, Any]) -> None:
             continue
         ready = peer.ready(case)
         assert 0 < ready.verified.max_tile_error < 4e-3
-        ready.call()
         assert ready.details[f"call_{problem.kind}"] in calls
 
 

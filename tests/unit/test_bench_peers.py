@@ -202,6 +202,16 @@ def test_a_wrong_peer_is_not_ready() -> None:
         wrong.ready(Case(PROBLEM, "cpu"))
 
 
+def test_a_peer_finds_no_result_of_another_in_its_output() -> None:
+    """New memory may hold one: a peer that writes nothing would pass."""
+
+    def looks(*tensors: torch.Tensor) -> None:
+        assert tensors[4].isnan().all()
+        kernel(*tensors)
+
+    FunctionPeer("x", looks).ready(Case(PROBLEM, "cpu"))
+
+
 def test_a_peers_own_errors_are_named() -> None:
     """An assertion without words still says what it was."""
 
