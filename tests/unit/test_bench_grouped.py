@@ -40,7 +40,6 @@ def contiguous(lhs: Any, rhs: Any, out: torch.Tensor, index: torch.Tensor) -> No
 
 def masked(lhs: Any, rhs: Any, out: torch.Tensor, counts: torch.Tensor, expected_m: int) -> None:
     assert expected_m == MASKED.m
-    assert out.isnan().all(), "new memory may hold another provider's right result"
     masked_reference_into(out, lhs[0], lhs[1], rhs[0], rhs[1], counts)
 
 
@@ -75,7 +74,19 @@ def test_both_generations_are_known(calls: dict[str, Any]) -> None:
             continue
         ready = peer.ready(case)
         assert 0 < ready.verified.max_tile_error < 4e-3
+        ready.call()
         assert ready.details[f"call_{problem.kind}"] in calls
+
+
+def test_a_peer_finds_no_result_of_another_in_its_output() -> None:
+    """New memory may hold one: a peer that writes nothing would pass."""
+
+    def looks(lhs: Any, rhs: Any, out: torch.Tensor, counts: torch.Tensor, rows: int) -> None:
+        assert out.isnan().all()
+        masked(lhs, rhs, out, counts, rows)
+
+    peer = grouped_peer("dg", package(m_grouped_gemm_fp8_fp8_bf16_nt_masked=looks))
+    peer.ready(GroupedCase(MASKED, "cpu"))
 
 
 def test_what_a_package_can_not_do() -> None:
