@@ -49,6 +49,11 @@ class DatabaseError(KgenError):
     """The tuning database can not be used: unreadable, locked for too long, other schema."""
 
 
+class BundleError(KgenError):
+    """A bundle that is cut, altered, of another format or hostile, or a key that can not be used;
+    nothing of it was taken."""
+
+
 class DriverError(KgenError):
     """A CUDA driver call failed; `fatal` tells a dead context from an ordinary refusal."""
 

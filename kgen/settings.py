@@ -142,6 +142,19 @@ def wants_checks(env: Mapping[str, str] | None = None) -> bool:
     return text == "1"
 
 
+def keys_dir(env: Mapping[str, str] | None = None) -> Path:
+    """Where the signing key and the list of trusted keys lie: KGEN_KEYS_DIR, else kgen in
+    XDG_CONFIG_HOME, else ~/.config/kgen. Raises UsageError for a path that can not be used.
+    """
+    env = os.environ if env is None else env
+    if given := env.get("KGEN_KEYS_DIR"):
+        return absolute_path(given, "KGEN_KEYS_DIR")
+    base = Path(env.get("XDG_CONFIG_HOME", ""))
+    if base.is_absolute():
+        return base / "kgen"
+    return _user_cache(env).with_name(".config") / "kgen"
+
+
 def absolute_path(text: str, name: str) -> Path:
     """The path with `~` and the present folder put in; `name` is whose value `text` is.
 

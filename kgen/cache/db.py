@@ -43,6 +43,7 @@ T = TypeVar("T")
 BUSY_LIMIT_S: Final = 30.0
 #: A run of another host counts as dead when it wrote nothing for this long.
 STALE_AFTER: Final = timedelta(hours=1)
+_ANY: Final = GemmProblem("dense", 1, 8, 16)
 _handles: Final[WeakSet[TuningDatabase]] = WeakSet()
 
 
@@ -50,14 +51,15 @@ class TuningDatabase:
     """One handle on a tuning database; threads may share it, processes each open their own.
 
     Every method raises DatabaseError: locked for longer than the limit, unreadable, a record
-    that breaks a rule, or a handle that came here through a fork.
+    that breaks a rule, or a handle that came here through a fork. `where` names the database in
+    messages, `file` is SQLite's, or None.
     """
 
     def __init__(self, target: Target, busy_limit_s: float = BUSY_LIMIT_S) -> None:
         """For `open`, which is the way to get one."""
         self.where = target.where
         self._engine = target.engine
-        self._file = target.file
+        self.file = target.file
         self._identity = target.file.identity if target.file else None
         self._limit_s = busy_limit_s
         self._pid = os.getpid()
@@ -99,7 +101,7 @@ class TuningDatabase:
 
     def let_go(self) -> None:
         """Close idle connections; the next use opens one again. Nothing in memory is lost."""
-        if self._file is not None or self._engine.dialect.name != "sqlite":
+        if self.file is not None or self._engine.dialect.name != "sqlite":
             self._engine.dispose()
 
     # -- facts ---------------------------------------------------------------------------------
@@ -124,7 +126,7 @@ class TuningDatabase:
             key: Any = connection.execute(statement.values(values)).inserted_primary_key
             return int(key[0])
 
-        return self._write(work)
+        return self.write(work)
 
     # -- queries -------------------------------------------------------------------------------
 
@@ -179,6 +181,15 @@ class TuningDatabase:
         """The best of every problem on every device, or on one, in the order first tuned."""
         return _winners(self._trials(_at(trials.c, None, device_name, num_sms)), policy)
 
+    def each_winner(self) -> Iterator[TrialRow]:
+        """As `winners`, one problem after the other: memory for one problem's trials suffices."""
+        problems = [trials.c[name] for name in asdict(_ANY)]
+        places = select(*problems, trials.c.device_name, trials.c.device_num_sms).distinct()
+        ran = trials.c.status.not_in(("compiled", "compile_failed", "launch_failed"))
+        for place in self.read(lambda c: c.execute(places.where(ran)).mappings().all()):
+            here = [trials.c[name] == value for name, value in place.items()]
+            yield from _winners(self._trials([*here, ran]), None)
+
     def suggestions(
         self, problem: GemmProblem, device_name: str | None = None, num_sms: int | None = None
     ) -> list[Suggestion]:
@@ -204,7 +215,7 @@ class TuningDatabase:
         """Number of trials of each status, zeros included."""
         query = select(trials.c.status, func.count()).group_by(trials.c.status)
         query = query.where(*_at(trials.c, problem, device_name, num_sms))
-        found = self._read(lambda c: c.execute(query).all())
+        found = self.read(lambda c: c.execute(query).all())
         return dict.fromkeys(STATUSES, 0) | {row[0]: row[1] for row in found}
 
     def export(self) -> dict[str, Any]:
@@ -261,12 +272,12 @@ class TuningDatabase:
     def _close_run(self, run_id: int, state: str, *still: ColumnElement[bool]) -> None:
         values = {"state": state, "ended": rows.now()}
         query = update(runs).where(runs.c.id == run_id, *still).values(values)
-        self._write(lambda connection: connection.execute(query))
+        self.write(lambda connection: connection.execute(query))
 
     # -- transactions --------------------------------------------------------------------------
 
     def _prepare(self, create: bool) -> None:
-        version = self._read(lambda c: schema.read_version(c, self.where))
+        version = self.read(lambda c: schema.read_version(c, self.where))
         if version is None and not create:
             raise DatabaseError(f"{self.where} is empty: `kgen tune` makes a database of it")
         if version is not None and version < schema.SCHEMA_VERSION:
@@ -278,8 +289,8 @@ class TuningDatabase:
                     f"{schema.SCHEMA_VERSION}"
                 )
         if version != schema.SCHEMA_VERSION:
-            self._write(self._bring_up)
-        self._read(lambda c: schema.check_columns(c, self.where))
+            self.write(self._bring_up)
+        self.read(lambda c: schema.check_columns(c, self.where))
 
     def _bring_up(self, connection: Connection) -> None:
         """Create or migrate under the write lock; another starter may have been first."""
@@ -287,22 +298,24 @@ class TuningDatabase:
         if version is None:
             schema.create(connection)
         elif version < schema.SCHEMA_VERSION:
-            if self._file is not None:
-                sqlite.back_up(self._file, f"v{version}")
+            if self.file is not None:
+                sqlite.back_up(self.file, f"v{version}")
             schema.migrate(connection, version)
 
     def _all(self, query: Any, record_of: Callable[[dict[str, Any]], T]) -> list[T]:
         """Every row as a record. A damaged file gives values that no kgen wrote."""
         try:
-            found = self._read(lambda c: c.execute(query).mappings().all())
+            found = self.read(lambda c: c.execute(query).mappings().all())
             return [record_of(dict(row)) for row in found]
         except (UsageError, ValueError, TypeError) as error:
             raise DatabaseError(f"{self.where} holds a row that makes no sense: {error}") from error
 
-    def _read(self, work: Callable[[Connection], T]) -> T:
+    def read(self, work: Callable[[Connection], T]) -> T:
+        """What `work` gives in one transaction; a lock may have it called again."""
         return self._attempt(work, writes=False)
 
-    def _write(self, work: Callable[[Connection], T]) -> T:
+    def write(self, work: Callable[[Connection], T]) -> T:
+        """As `read`, with the right to write: all of it is kept, or, where it raises, nothing."""
         return self._attempt(work, writes=True)
 
     def _attempt(self, work: Callable[[Connection], T], writes: bool) -> T:
@@ -329,7 +342,7 @@ class TuningDatabase:
                 f"{self.where} was opened by process {self._pid} and is used by its fork "
                 f"{os.getpid()}: open it again there, or start processes with 'spawn'"
             )
-        if self._file is not None and self._file.identity != self._identity:
+        if self.file is not None and self.file.identity != self._identity:
             raise DatabaseError(f"{self.where} was moved or deleted while in use: start again")
 
     @contextmanager

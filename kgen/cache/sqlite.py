@@ -11,8 +11,8 @@ import json
 import logging
 import os
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -299,7 +299,7 @@ def on_network(path: Path, mounts: str = "/proc/self/mounts") -> bool:
 
 def append_only(connection: Connection, table: str) -> None:
     """Triggers that refuse to change or delete a row of the table, REPLACE included."""
-    refuse = f"SELECT RAISE(ABORT, '{table} is append-only: rows are never changed or deleted')"
+    refuse = _refusal(table)
     taken = f"EXISTS (SELECT 1 FROM {table} WHERE id = NEW.id)"
     for name, when in (
         ("no_update", f"BEFORE UPDATE ON {table}"),
@@ -307,6 +307,26 @@ def append_only(connection: Connection, table: str) -> None:
         ("no_replace", f"BEFORE INSERT ON {table} WHEN {taken}"),
     ):
         connection.exec_driver_sql(f"CREATE TRIGGER {table}_{name} {when} BEGIN {refuse}; END")
+
+
+def _refusal(table: str) -> str:
+    return f"SELECT RAISE(ABORT, '{table} is append-only: rows are never changed or deleted')"
+
+
+def delete_rows(connection: Connection, table: str, ids: Sequence[int]) -> None:
+    """Delete rows of an append-only table, which is one again before the transaction ends."""
+    name = f"{table}_no_delete"
+    connection.exec_driver_sql(f"DROP TRIGGER {name}")
+    connection.exec_driver_sql(f"DELETE FROM {table} WHERE id = ?", [(number,) for number in ids])
+    connection.exec_driver_sql(
+        f"CREATE TRIGGER {name} BEFORE DELETE ON {table} BEGIN {_refusal(table)}; END"
+    )
+
+
+def compact(file: SqliteFile) -> None:
+    """Give the room of deleted rows back to the file system; left undone where others use it."""
+    with suppress(sqlite3.Error), _raw(file) as connection:
+        connection.execute("VACUUM")
 
 
 def back_up(file: SqliteFile, label: str) -> Path:

@@ -712,6 +712,6 @@ def test_importing_opens_nothing(tmp_path: Path) -> None:
 
 def test_a_schema_row_that_makes_no_sense_is_refused(path: Path) -> None:
     with TuningDatabase.open(path) as db:
-        db._write(lambda c: c.execute(update(schema.schema_info).values(version=0)))
+        db.write(lambda c: c.execute(update(schema.schema_info).values(version=0)))
     with pytest.raises(DatabaseError, match="no readable schema version"):
         TuningDatabase.open(path)

@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "model space heuristic",
         "cache.keys",
         "cache.records",
+        "cache.container cache.trust",
         "reference quant cases grouped_reference grouped_cases",
         "elf",
     ),
@@ -36,14 +37,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "sass",
         "disasm",
         "cache.artifacts",
-        "cache.liveness cache.sqlite cache.rows cache.schema cache.connect cache.db",
+        "cache.liveness cache.sqlite cache.rows cache.schema cache.connect cache.db "
+        "cache.transfer cache.bundle_rows cache.suggest cache.census",
         "runtime.driver runtime.tma runtime.kernel runtime.grouped_kernel",
         "runtime.operands runtime.cast_options runtime.ops runtime.grouped_operands "
         "runtime.grouped_ops",
         "runtime.stats runtime.record",
         "runtime.guard",
     ),
-    ("build", "verify grouped_verify", "runtime.lookup"),
+    ("build", "verify grouped_verify", "runtime.lookup", "cache.bundles"),
     (
         "nvml measure",
         "search.strategy",
@@ -52,7 +54,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "search.plan search.gpu_worker search.compile_pool search.builder search.gpu_body "
-        "search.gpu_backend search.run search.session search.offline search.campaign search.tune",
+        "search.gpu_backend search.run search.session search.offline search.campaign search.tune "
+        "search.recheck",
         "runtime.counting runtime.dispatch runtime.plain runtime.cast_launch runtime.casts "
         "runtime.moe runtime.copies runtime.grouped runtime.gemm",
     ),
@@ -60,7 +63,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "cli.output cli.arguments cli.progress cli.tune cli.best cli.show cli.render cli.host_cost "
         "cli.cast_speed "
-        "cli.bench cli.shapes cli.misses cli.doctor cli.main",
+        "cli.bench cli.shapes cli.misses cli.db_bundles cli.db cli.doctor cli.main",
     ),
 )
 
@@ -74,6 +77,12 @@ THIRD_PARTY: dict[str, set[str]] = {
     "cache.sqlite": {"sqlalchemy"},
     "cache.connect": {"sqlalchemy"},
     "cache.db": {"sqlalchemy"},
+    "cache.transfer": {"sqlalchemy"},
+    "cache.bundle_rows": {"sqlalchemy"},
+    "cache.suggest": {"sqlalchemy"},
+    "cache.census": {"sqlalchemy"},
+    "cache.bundles": {"sqlalchemy"},
+    "cache.trust": {"cryptography"},
     "runtime.driver": {"cuda", "torch"},
     "runtime.tma": {"torch"},
     "runtime.kernel": {"torch"},
@@ -121,6 +130,10 @@ NEVER_REACHED: dict[str, set[str]] = {
     "search.strategy": {"kgen.build", "kgen.verify", "kgen.measure", "kgen.cache", "torch"},
     "search.events": {"torch", "cuda", "optuna", "sqlalchemy"},
     "search.tune": {"torch"},
+    "search.recheck": {"torch"},
+    # What a bundle brings is never run, built or even rendered on its way in.
+    "cache.bundles": {"torch", "cuda", "jinja2", "kgen.build", "kgen.runtime", "kgen.search"},
+    "cache.container": {"sqlalchemy", "pickle"},
 }
 
 

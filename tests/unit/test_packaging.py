@@ -77,6 +77,7 @@ def declared() -> set[str]:
         *extras["sass"],
         *extras["cuda128"],
         *extras["plot"],
+        *extras["sign"],
         *extras["test"],
         *build,
     ]
