@@ -16,7 +16,7 @@ from typing import Any, Final
 from sqlalchemy import Connection
 
 from kgen import __version__
-from kgen.cache import container, rows
+from kgen.cache import container, rows, sqlite
 from kgen.cache.artifacts import ArtifactStore
 from kgen.cache.bundle_rows import from_lines, to_lines
 from kgen.cache.container import PARTS, ROWS, Bundle, create_bundle, part_name
@@ -201,7 +201,11 @@ def take(database: TuningDatabase, bundle: Bundle, store: ArtifactStore, keys: K
         skipped = suggester.suggest(connection, receiver)
         return receiver.counts
 
-    counts = database.write(work)
+    def work_in_bulk(connection: Connection) -> Added:
+        with sqlite.in_bulk(connection):
+            return work(connection)
+
+    counts = database.write(work_in_bulk)
     stored = sum(_store_kernel(bundle, store, key) for key in kernels)
     return Taken(verdict, counts, stored, skipped)
 

@@ -34,6 +34,8 @@ NETWORK_FILE_SYSTEMS: Final = frozenset(
     | {"glusterfs", "gpfs", "lustre", "nfs", "nfs4", "ocfs2", "orangefs", "smb3", "smbfs"}
     | {"virtiofs"}
 )
+#: Page cache while rows come in bulk, in KiB; an index of a million trials takes some 100 MiB.
+BULK_CACHE_KIB: Final = 320 << 10
 SMALLEST_PAGE: Final = 512
 _BUSY: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 _warned: Final[set[Path]] = set()
@@ -321,6 +323,23 @@ def delete_rows(connection: Connection, table: str, ids: Sequence[int]) -> None:
     connection.exec_driver_sql(
         f"CREATE TRIGGER {name} BEFORE DELETE ON {table} BEGIN {_refusal(table)}; END"
     )
+
+
+@contextmanager
+def in_bulk(connection: Connection) -> Iterator[None]:
+    """Room for the indexes of a million rows in memory while many are added; else nothing.
+
+    For another kind of database nothing changes.
+    """
+    if connection.dialect.name != "sqlite":
+        yield
+        return
+    usual = connection.exec_driver_sql("PRAGMA cache_size").scalar_one()
+    connection.exec_driver_sql(f"PRAGMA cache_size = -{BULK_CACHE_KIB}")
+    try:
+        yield
+    finally:
+        connection.exec_driver_sql(f"PRAGMA cache_size = {usual}")
 
 
 def compact(file: SqliteFile) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, Table, func, insert, select
 
 from kgen import __version__
-from kgen.cache import liveness, rows
+from kgen.cache import liveness, rows, sqlite
 from kgen.cache.connect import to_json
 from kgen.cache.db import TuningDatabase
 from kgen.cache.schema import outcomes, runs, trials
@@ -90,7 +91,8 @@ class Receiver:
         self._about = (command, options)
         self._run_ids: dict[int, int] = {}
         self._own_run: int | None = None
-        self._seen: dict[str, set[bytes]] = {}
+        self._dates: dict[str, set[str]] = {}
+        self._seen: dict[str, set[bytes]] = defaultdict(set)
 
     def take_runs(self, found: Iterable[Raw]) -> None:
         """Append the runs that are not there, and remember where those that are there stand.
@@ -114,13 +116,16 @@ class Receiver:
 
     def take(self, name: str, found: Iterable[Raw]) -> None:
         """Append the trials or outcomes whose content is not there yet."""
-        if name not in self._seen:
-            self._seen[name] = {content_key(row) for row in raw_rows(self._connection, name)}
-        seen, stream = self._seen[name], iter(found)
+        if name not in self._dates:
+            self._dates[name] = _dates(self._connection, name)
+        dates, seen, stream = self._dates[name], self._seen[name], iter(found)
         text = _insert_text(self._connection, name)
         while batch := list(islice(stream, BATCH)):
             fresh = []
             for row in batch:
+                if row[2] in dates:  # one of its date is there, so all have to be looked at, once
+                    dates.clear()
+                    seen |= {content_key(known) for known in raw_rows(self._connection, name)}
                 key = content_key(row)
                 if key not in seen:
                     seen.add(key)
@@ -154,6 +159,10 @@ class Receiver:
         return int(number)
 
 
+def _dates(connection: Connection, name: str) -> set[str]:
+    return set(connection.execute(select(TABLES[name].c.date)).scalars())
+
+
 def _insert_text(connection: Connection, name: str) -> str:
     """An INSERT of every column but the id, with the driver's own marks for values."""
     keys = list(COLUMNS[name][1:])
@@ -175,7 +184,8 @@ def merge_into(target: TuningDatabase, source: TuningDatabase) -> Added:
             for name in ("trials", "outcomes"):
                 receiver.take(name, raw_rows(reader, name))
 
-        source.read(send)
+        with sqlite.in_bulk(writer):
+            source.read(send)
         return receiver.counts
 
     return target.write(work)

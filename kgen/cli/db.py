@@ -147,7 +147,7 @@ def run_diff(args: argparse.Namespace, settings: Settings) -> int:
     ]
     if cells:
         table(headings, cells, text_columns=(0, 1, 5, 6))
-    note(f"{count(len(found), 'winner')} differ" if found else "the winners are the same")
+    note(f"{count(len(found), 'difference')}" if found else "the winners are the same")
     return OK
 
 
@@ -201,8 +201,8 @@ def run_stats(args: argparse.Namespace, settings: Settings) -> int:
 def _add_prune(parts: Commands) -> None:
     more = (
         "Deletes timed trials of all but the fastest cubins of each problem, device and policy,\n"
-        "and all but as many predictions. What `kgen best` says stays the same; failures, outcomes\n"
-        "and runs stay. A copy named DB.unpruned.bak is made first."
+        "and all but as many predictions. What `kgen best` says stays the same; failures,\n"
+        "outcomes and runs stay. A copy named DB.unpruned.bak is made first."
     )
     parser = add_command(parts, "prune", "delete trials that no longer matter", more)
     parser.add_argument(
