@@ -8,7 +8,7 @@ build, search, runtime or torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +18,7 @@ from sqlalchemy import Connection
 from kgen import __version__
 from kgen.cache import container, rows, sqlite
 from kgen.cache.artifacts import ArtifactStore
-from kgen.cache.bundle_rows import from_lines, to_lines
+from kgen.cache.bundle_rows import again, from_lines, to_lines
 from kgen.cache.container import PARTS, ROWS, Bundle, create_bundle, part_name
 from kgen.cache.db import TuningDatabase
 from kgen.cache.schema import SCHEMA_VERSION
@@ -182,30 +182,27 @@ def take(database: TuningDatabase, bundle: Bundle, store: ArtifactStore, keys: K
     """
     verdict = look(bundle, keys)
     options = {"bundle": bundle.digest, "signature": verdict.words}
+    # All of it is looked at before the database is locked, and most of the work done.
     kernels = list(_kernels(bundle)) if verdict.trusted else []
-    skipped = 0
+    suggester = Suggester(bundle.digest, bundle.name)
+    for name in ("runs", "outcomes"):
+        for _ in _rows(bundle, name):
+            pass
+    suggester.look_at(_rows(bundle, "trials"))
+    skipped = 0 if verdict.trusted else suggester.prepare()
 
     def work(connection: Connection) -> Added:
-        nonlocal skipped
         receiver = Receiver(connection, "kgen db import", options)
-        if verdict.trusted:
-            receiver.take_runs(_rows(bundle, "runs"))
-            for name in ("trials", "outcomes"):
-                receiver.take(name, _rows(bundle, name))
-            return receiver.counts
-        suggester = Suggester(bundle.digest, bundle.name)
-        for name in ("runs", "outcomes"):  # not used, and refused where they make no sense
-            for _ in _rows(bundle, name):
-                pass
-        suggester.look_at(_rows(bundle, "trials"))
-        skipped = suggester.suggest(connection, receiver)
+        with sqlite.in_bulk(connection):
+            if verdict.trusted:
+                receiver.take_runs(_rows(bundle, "runs", seen=True))
+                for name in ("trials", "outcomes"):
+                    receiver.take(name, _rows(bundle, name, seen=True))
+            else:
+                suggester.suggest(connection, receiver)
         return receiver.counts
 
-    def work_in_bulk(connection: Connection) -> Added:
-        with sqlite.in_bulk(connection):
-            return work(connection)
-
-    counts = database.write(work_in_bulk)
+    counts = database.write(work)
     stored = sum(_store_kernel(bundle, store, key) for key in kernels)
     return Taken(verdict, counts, stored, skipped)
 
@@ -223,9 +220,11 @@ def _check_schema(bundle: Bundle) -> None:
         )
 
 
-def _rows(bundle: Bundle, name: str) -> Iterator[Raw]:
-    found: Iterable[bytes] = bundle.lines(name)
-    return from_lines(name, found, bundle.name)
+def _rows(bundle: Bundle, name: str, seen: bool = False) -> Iterator[Raw]:
+    """A table's rows; `seen`: they were checked before, and their hash says they are the same."""
+    if seen:
+        return again(name, bundle.lines(name))
+    return from_lines(name, bundle.lines(name), bundle.name)
 
 
 def _kernels(bundle: Bundle) -> Iterator[str]:

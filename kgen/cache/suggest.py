@@ -27,7 +27,7 @@ from kgen.problem import GemmProblem
 #: Configurations that are suggested of one problem on one device, the fastest ones.
 PER_PROBLEM: Final = 8
 #: Problems of one bundle, on as many devices.
-MAX_PLACES: Final = 100_000
+MAX_PLACES: Final = 20_000
 _ROOM: Final = 8 * PER_PROBLEM
 
 _PROBLEM: Final = tuple(f.name for f in fields(GemmProblem))
@@ -47,6 +47,7 @@ class Suggester:
         self._digest = digest
         self._where = where
         self._fastest: dict[Raw, dict[Raw, float]] = {}
+        self._rows: dict[Raw, list[Raw]] = {}
 
     def look_at(self, found: Iterable[Raw]) -> None:
         """Note the timed trials. Raises BundleError for more problems than a bundle has."""
@@ -64,38 +65,43 @@ class Suggester:
                     "signature: export fewer at a time, or trust its key"
                 )
 
-    def suggest(self, connection: Connection, receiver: Receiver) -> int:
-        """Append them where the database has no trial of that configuration, problem and device.
+    def prepare(self) -> int:
+        """Make the rows, before a database is locked for them.
 
-        Gives how many were left out because this kgen can not make them.
+        Gives how many configurations were left out because this kgen can not make them.
         """
         skipped = 0
         for place, times in self._fastest.items():
             problem, device_name, num_sms = _problem_of(place)
             device = _device(device_name, num_sms)
-            known = _known(connection, place)
-            fresh = []
+            made = self._rows[place] = []
             for values, claimed_us in _leading(times):
                 config = GemmConfig(**dict(zip(_CONFIG, values, strict=True)))
-                if values in known:
-                    receiver.counts.known["trials"] += 1
-                elif why_invalid(problem, config, device) is not None:
+                if why_invalid(problem, config, device) is not None:
                     skipped += 1
-                else:
-                    trial = TrialRecord(
-                        problem=problem,
-                        config=config,
-                        device_name=device_name,
-                        num_sms=num_sms,
-                        cubin_key="",
-                        status="compiled",
-                        source="predicted",
-                        predicted_us=predict_us(problem, config, device),
-                        provenance={"bundle": self._digest, "claimed_us": claimed_us},
-                    )
-                    fresh.append(_raw(trial, receiver.own_run()))
-            receiver.take("trials", fresh)
+                    continue
+                trial = TrialRecord(
+                    problem=problem,
+                    config=config,
+                    device_name=device_name,
+                    num_sms=num_sms,
+                    cubin_key="",
+                    status="compiled",
+                    source="predicted",
+                    predicted_us=predict_us(problem, config, device),
+                    provenance={"bundle": self._digest, "claimed_us": claimed_us},
+                )
+                made.append(_raw(trial))
         return skipped
+
+    def suggest(self, connection: Connection, receiver: Receiver) -> None:
+        """Append them where the database has no trial of that configuration, problem and device."""
+        for place, made in self._rows.items():
+            known = _known(connection, place)
+            fresh = [row for row in made if row[_CONFIG_FROM:_CONFIG_TO] not in known]
+            receiver.counts.known["trials"] += len(made) - len(fresh)
+            if fresh:
+                receiver.take("trials", fresh)
 
 
 def _leading(times: dict[Raw, float]) -> Iterator[tuple[Raw, float]]:
@@ -126,7 +132,7 @@ def _known(connection: Connection, place: Raw) -> set[Raw]:
     return {tuple(row) for row in connection.execute(query)}
 
 
-def _raw(trial: TrialRecord, run_id: int) -> Raw:
-    values = rows.trial_values(trial, run_id) | {"id": None}
+def _raw(trial: TrialRecord) -> Raw:
+    values = rows.trial_values(trial, None) | {"id": None}
     values["provenance"] = to_json(values["provenance"])
     return tuple(values[name] for name in _COLUMNS)

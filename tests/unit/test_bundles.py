@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kgen.cache import bundles, container
+from kgen.cache import bundle_rows, bundles, container
 from kgen.cache.artifacts import ArtifactStore
 from kgen.cache.container import MANIFEST, ROWS, create_bundle, open_bundle
 from kgen.cache.db import TuningDatabase
@@ -390,6 +390,20 @@ def test_a_manifest_names_what_is_there(tmp_path: Path, good: Path) -> None:
         refused(tmp_path, remade(good, change), words)
 
 
+def test_rows_are_read_the_same_a_second_time(good: Path) -> None:
+    with open_bundle(good) as bundle:
+        for table in ROWS:
+            first = list(bundle_rows.from_lines(table, bundle.lines(table), "x"))
+            assert list(bundle_rows.again(table, bundle.lines(table))) == first
+            assert len(first) > 0
+
+
+@pytest.mark.parametrize("line", [b"[", b"1", b"[]", b"{}", b"\xff", b'["x"]'])
+def test_a_bundle_that_changes_while_it_is_read_is_refused(line: bytes) -> None:
+    with pytest.raises(BundleError, match="altered while it was read"):
+        list(bundle_rows.again("trials", [line]))
+
+
 TRIALS = COLUMNS["trials"]
 
 
@@ -570,7 +584,7 @@ def test_a_bundle_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_the_same_content_gives_the_same_bytes(
     tmp_path: Path, full: TuningDatabase, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bundles.rows, "now", lambda: "2026-01-01T00:00:00.000+00:00")
+    monkeypatch.setattr("kgen.cache.rows.now", lambda: "2026-01-01T00:00:00.000+00:00")
     for name in "ab":
         bundles.export(full, tmp_path / name, store)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
