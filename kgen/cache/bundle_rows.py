@@ -21,8 +21,9 @@ from kgen.cache.records import RUN_STATES
 from kgen.cache.transfer import COLUMNS, TABLES, Raw
 from kgen.errors import BundleError, DatabaseError, UsageError
 
-#: Letters of a text; reasons and command lines may break lines, other texts are plain.
+#: Letters of a text, and of a plain one: reasons and command lines may break lines and be long.
 MAX_TEXT: Final = 1 << 16
+MAX_PLAIN: Final = 1024
 _LOOSE: Final = frozenset({"reason", "command"})
 _DATES: Final = frozenset({"date", "started", "heartbeat", "ended"})
 #: SQLite's and PostgreSQL's 64-bit integers.
@@ -133,11 +134,20 @@ def _checked(value: Any, name: str, kind: str, nullable: bool, *, what: str) -> 
 
 
 def _is_text(name: str, value: str) -> bool:
-    if len(value) > MAX_TEXT:
+    if name in _LOOSE:
+        return len(value) <= MAX_TEXT and _is_unicode(value)
+    if len(value) > MAX_PLAIN or not value.isprintable():
         return False
-    if name in _DATES:
-        return _is_date(value)
-    return name in _LOOSE or value.isprintable()
+    return name not in _DATES or _is_date(value)
+
+
+def _is_unicode(value: str) -> bool:
+    """Without halves of surrogate pairs, which no database takes."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_date(value: str) -> bool:

@@ -42,8 +42,8 @@ MAX_ENTRIES: Final = 100_000
 MAX_MANIFEST: Final = 32 << 20
 MAX_SIGNATURE: Final = 4096
 MAX_PART: Final = 64 << 20
-MAX_ROWS: Final = 16 << 30
-MAX_TOTAL: Final = 32 << 30
+MAX_ROWS: Final = 4 << 30
+MAX_TOTAL: Final = 16 << 30
 MAX_LINE: Final = 1 << 20
 #: Rows deflate to a twentieth or thirtieth, a bomb to a thousandth. Small entries are let be.
 MAX_RATIO: Final = 200
@@ -122,12 +122,14 @@ def _entry(name: str) -> zipfile.ZipInfo:
 def create_bundle(path: Path) -> Iterator[Writer]:
     """A writer of a new file at `path`, which replaces what is there once it is whole.
 
-    Raises BundleError where the file can not be written.
+    Raises BundleError where the file can not be written, or holds more than is ever read.
     """
     new = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         with zipfile.ZipFile(new, "x", compresslevel=3) as archive:
             yield Writer(archive)
+        with open_bundle(new):
+            pass  # what was written can be read, and is within the limits
         new.replace(path)
     except OSError as error:
         raise BundleError(f"{path} can not be written: {error.strerror or error}") from error
@@ -216,7 +218,7 @@ def _check_ends(path: Path, file: IO[bytes]) -> None:
     if magic != b"PK\5\6" or comment:
         raise BundleError(f"{path} is no bundle, or cut: `kgen db export` makes one")
     end = size - _EOCD.size
-    if 0xFFFF in (count,) or 0xFFFFFFFF in (length, start):
+    if count == 0xFFFF or 0xFFFFFFFF in (length, start):
         end -= _LOCATOR.size + _EOCD64.size
         if end < 0:
             raise BundleError(f"{path} is no bundle, or cut: no room for its zip64 record")
@@ -329,12 +331,10 @@ def _inflate(name: str, archive: zipfile.ZipFile, entry: str) -> Iterator[bytes]
 def _manifest(name: str, data: bytes) -> dict[str, Any]:
     manifest = parse_object(data, f"{name}: {MANIFEST}")
     if manifest.get("format") != FORMAT:
-        raise BundleError(
-            f"{name} is no bundle of kgen: its manifest says {manifest.get('format')!r}"
-        )
+        raise BundleError(f"{name} is no bundle of kgen: its manifest does not say so")
     if manifest.get("format_version") != FORMAT_VERSION:
         raise BundleError(
-            f"{name} has format {manifest.get('format_version')!r}, this kgen reads "
+            f"{name} has format {str(manifest.get('format_version'))[:40]!r}, this kgen reads "
             f"{FORMAT_VERSION}: export it again with this kgen, or use the one that made it"
         )
     files = manifest.get("files")

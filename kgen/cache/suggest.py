@@ -28,7 +28,7 @@ from kgen.problem import GemmProblem
 PER_PROBLEM: Final = 8
 #: Problems of one bundle, on as many devices.
 MAX_PLACES: Final = 20_000
-_ROOM: Final = 8 * PER_PROBLEM
+_ROOM: Final = 2 * PER_PROBLEM
 
 _PROBLEM: Final = tuple(f.name for f in fields(GemmProblem))
 _CONFIG: Final = tuple(f.name for f in fields(GemmConfig))

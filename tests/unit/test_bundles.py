@@ -360,7 +360,7 @@ def test_another_schema_is_refused(tmp_path: Path, good: Path) -> None:
         manifest["format_version"] = 2
 
     whole = good.read_bytes()
-    for change, words in ((newer, "schema 2"), (columns, "schema 1"), (format_, "format 2")):
+    for change, words in ((newer, "schema 2"), (columns, "schema 1"), (format_, "format '2'")):
         good.write_bytes(whole)
         refused(tmp_path, remade(good, change), words)
 
@@ -437,7 +437,9 @@ TRIALS = COLUMNS["trials"]
         ("provenance", {}),
         ("provenance", [1]),
         ("provenance", "x"),
-        ("policy", "x" * 70_000),
+        ("policy", "x" * 2000),
+        ("reason", "x" * 70_000),
+        ("reason", "\ud800"),
         ("id", None),
         ("run_id", 1.5),
     ],
@@ -579,6 +581,44 @@ def test_a_bundle_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(BundleError, match="can not be written"), create_bundle(path / "y" / "z"):
         pass
+
+
+def test_many_entries_need_a_longer_directory(tmp_path: Path) -> None:
+    """Above 65,535 entries a zip has another end: it is read, and cut it is refused as well."""
+    path = tmp_path / "x.kgen"
+    with create_bundle(path) as writer:
+        for name in ROWS.values():
+            writer.add(name, b"")
+        for number in range(16_400):
+            for part in container.PARTS:
+                writer.add(container.part_name(f"{number:064x}", part), b"x")
+        writer.finish({})
+    with open_bundle(path) as bundle:
+        assert len(bundle.kernels()) == 16_400
+    whole = path.read_bytes()
+    for cut in (whole[:-23] + whole[-22:], whole[:-42] + bytes(20) + whole[-22:], b"x" + whole):
+        path.write_bytes(cut)
+
+        def read() -> None:
+            with open_bundle(path):
+                pass
+
+        with pytest.raises(BundleError):
+            read()
+
+
+def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "x.kgen"
+
+    def write() -> None:
+        with create_bundle(path) as writer:
+            for name in ROWS.values():
+                writer.add(name, b"\n" * (2 << 20))
+            writer.finish({})
+
+    with pytest.raises(BundleError, match="zip bomb"):
+        write()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_same_content_gives_the_same_bytes(

@@ -117,3 +117,9 @@ def test_import_and_settings_write_nothing(tmp_path: Path) -> None:
     env = {"HOME": str(home), "PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run([sys.executable, "-B", "-c", code], env=env, check=True, cwd=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_keys_lie_with_the_configuration(tmp_path: Path) -> None:
+    assert keys_dir({"KGEN_KEYS_DIR": str(tmp_path)}) == tmp_path
+    assert keys_dir({"XDG_CONFIG_HOME": "/x", "HOME": "/h"}) == Path("/x/kgen")
+    assert keys_dir({"XDG_CONFIG_HOME": "x", "HOME": "/h"}) == Path("/h/.config/kgen")
