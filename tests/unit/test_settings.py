@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kgen.errors import UsageError
-from kgen.settings import Settings
+from kgen.settings import Settings, keys_dir
 
 
 def test_defaults_come_from_home() -> None:
