@@ -211,13 +211,15 @@ def _check_schema(bundle: Bundle) -> None:
     """Raises BundleError for a bundle whose rows are of another schema than this kgen's."""
     told = bundle.manifest
     columns = {name: list(names) for name, names in COLUMNS.items()}
-    if told.get("schema_version") != SCHEMA_VERSION or told.get("columns") != columns:
-        made_by = str(told.get("kgen_version"))[:40]
-        raise BundleError(
-            f"{bundle.name} holds rows of schema {str(told.get('schema_version'))[:40]} (kgen "
-            f"{made_by!r}), this kgen ({__version__}) reads {SCHEMA_VERSION} only: export it "
-            "again with this version"
-        )
+    if told.get("schema_version") == SCHEMA_VERSION and told.get("columns") == columns:
+        return
+    theirs = str(told.get("schema_version"))[:40]
+    others = ", with other columns" if told.get("schema_version") == SCHEMA_VERSION else ""
+    raise BundleError(
+        f"{bundle.name} holds rows of schema {theirs!r}{others}, made by kgen "
+        f"{str(told.get('kgen_version'))[:40]!r}; this kgen ({__version__}) reads schema "
+        f"{SCHEMA_VERSION} as it knows it: export it again with this version"
+    )
 
 
 def _rows(bundle: Bundle, name: str, seen: bool = False) -> Iterator[Raw]:

@@ -360,7 +360,11 @@ def test_another_schema_is_refused(tmp_path: Path, good: Path) -> None:
         manifest["format_version"] = 2
 
     whole = good.read_bytes()
-    for change, words in ((newer, "schema 2"), (columns, "schema 1"), (format_, "format '2'")):
+    for change, words in (
+        (newer, "schema '2', made"),
+        (columns, "schema '1', with other"),
+        (format_, "format '2'"),
+    ):
         good.write_bytes(whole)
         refused(tmp_path, remade(good, change), words)
 
