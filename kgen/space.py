@@ -1,7 +1,7 @@
 """Which configurations are worth a trial: the axes, and the valid points for a problem.
 
 Takes a problem and a device, gives configurations in a fixed order. Validity is asked of
-`config.why_invalid`; on top of it, points that could only repeat or waste another point's work
+`validity.why_invalid`; on top of it, points that could only repeat or waste another point's work
 are left out here (rules named `redundant_*`). Must not import torch, CUDA or any third-party
 package.
 """
@@ -17,9 +17,10 @@ from itertools import product
 from math import log2, prod
 from typing import Any, Final
 
-from kgen.config import WGMMA_M, GemmConfig, why_invalid
+from kgen.config import WGMMA_M, GemmConfig
 from kgen.device import Device
 from kgen.problem import GemmProblem, ceil_div, round_up
+from kgen.validity import why_invalid
 
 #: Every value that a configuration of the space may take; the keys are GemmConfig's fields, in
 #: order. A new kernel ability is switched on here and nowhere else.

@@ -11,10 +11,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from kgen.config import GemmConfig, why_invalid
+from kgen.config import GemmConfig
 from kgen.device import H200
 from kgen.problem import GemmProblem
 from kgen.render import render
+from kgen.validity import why_invalid
 
 FOLDER = Path(__file__).parent.parent / "tests" / "data" / "golden"
 

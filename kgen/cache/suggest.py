@@ -18,11 +18,12 @@ from kgen.cache.connect import to_json
 from kgen.cache.records import TrialRecord
 from kgen.cache.schema import trials
 from kgen.cache.transfer import COLUMNS, Raw, Receiver
-from kgen.config import GemmConfig, why_invalid
+from kgen.config import GemmConfig
 from kgen.device import H200, Device
 from kgen.errors import BundleError
 from kgen.heuristic import predict_us
 from kgen.problem import GemmProblem
+from kgen.validity import why_invalid
 
 #: Configurations that are suggested of one problem on one device, the fastest ones.
 PER_PROBLEM: Final = 8

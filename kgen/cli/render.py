@@ -67,9 +67,9 @@ def with_values(problem: GemmProblem, texts: list[str]) -> GemmConfig:
 
     Values that the space leaves out replace those of the best ranked configuration they go with.
     """
-    from kgen.config import why_invalid
     from kgen.device import H200
     from kgen.heuristic import rank
+    from kgen.validity import why_invalid
 
     values = _values(texts)
     ranked = rank(problem, H200)

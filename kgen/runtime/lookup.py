@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kgen.config import GemmConfig, why_invalid
+from kgen.config import GemmConfig
 from kgen.device import Device
 from kgen.heuristic import default_config, predict_us
 from kgen.problem import MAX_EXTENT, GemmProblem
+from kgen.validity import why_invalid
 
 #: Seconds that a call may wait for a database that somebody else has locked.
 BUSY_LIMIT_S: Final = 2.0

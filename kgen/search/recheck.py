@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from kgen.cache.db import TuningDatabase
 from kgen.cache.records import TrialRow
-from kgen.config import why_invalid
 from kgen.errors import GpuMissing, KgenError, RenderError, Untunable
 from kgen.heuristic import predict_us
 from kgen.problem import GemmProblem
@@ -23,6 +22,7 @@ from kgen.search.run import Run, status_of
 from kgen.search.stop import StopFlag, stopped_by_signals
 from kgen.search.tune import Opening
 from kgen.settings import Settings
+from kgen.validity import why_invalid
 
 
 @dataclass(frozen=True)

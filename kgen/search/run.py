@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kgen.cache.db import TuningDatabase
 from kgen.cache.records import ProblemOutcome, TrialRecord, TrialRow, provenance
-from kgen.config import GemmConfig, why_invalid
+from kgen.config import GemmConfig
 from kgen.device import Device
 from kgen.errors import (
     CompileError,
@@ -36,6 +36,7 @@ from kgen.search.compile_pool import Builder, CompilePool
 from kgen.search.events import OnEvent, TuneOptions, WorkerReplaced
 from kgen.search.gpu_worker import Hello, Measured
 from kgen.search.stop import StopFlag
+from kgen.validity import why_invalid
 
 if TYPE_CHECKING:
     from kgen.build import Cubin

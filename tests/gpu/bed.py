@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kgen.cases import Case
-from kgen.config import GemmConfig, d_store_box, num_b_scales, why_invalid
+from kgen.config import GemmConfig, d_store_box, num_b_scales
 from kgen.device import Device
 from kgen.problem import GemmProblem
 from kgen.render import problem_class
@@ -27,6 +27,7 @@ from kgen.search.compile_pool import CompilePool
 from kgen.search.events import BUILDER
 from kgen.settings import Settings
 from kgen.space import AXES
+from kgen.validity import why_invalid
 from kgen.verify import MAX_ERROR
 
 #: Rows that the largest M of the grid needs; its references are made once per (N, K) and sliced.

@@ -10,10 +10,11 @@ import torch
 
 import kgen.runtime.gemm as g
 from kgen.cases import Case
-from kgen.config import GemmConfig, why_invalid
+from kgen.config import GemmConfig
 from kgen.device import Device
 from kgen.problem import GemmProblem
 from kgen.space import valid_configs
+from kgen.validity import why_invalid
 from tests.gpu.bed import Kernels
 
 #: (N, K) where defaults split K for few rows, and one where they do not.

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from kgen.cases import Case
-from kgen.config import GemmConfig, why_invalid
+from kgen.config import GemmConfig
 from kgen.device import Device
 from kgen.errors import KgenError, WrongResult
 from kgen.problem import GemmProblem
 from kgen.space import AXES
+from kgen.validity import why_invalid
 from kgen.verify import verify
 from tests.gpu.bed import Batch, Kernels, case_of, covering, report
 

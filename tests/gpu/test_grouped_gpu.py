@@ -11,7 +11,7 @@ import torch
 
 import kgen.runtime.gemm as g
 from kgen.bench.run import run_bench
-from kgen.config import GemmConfig, why_invalid
+from kgen.config import GemmConfig
 from kgen.device import Device
 from kgen.errors import UnsupportedInput
 from kgen.grouped_cases import GroupedCase, GroupedRun, indexed, masked, offset
@@ -23,6 +23,7 @@ from kgen.runtime.grouped_kernel import GroupedKernel
 from kgen.search.builder import create
 from kgen.search.gpu_body import GpuBody
 from kgen.settings import Settings
+from kgen.validity import why_invalid
 from tests.gpu.bed import Kernels
 
 KINDS = ("contiguous", "masked")

@@ -11,12 +11,13 @@ import torch
 
 import kgen.runtime.gemm as g
 from kgen.cases import Case
-from kgen.config import GemmConfig, why_invalid
+from kgen.config import GemmConfig
 from kgen.device import Device
 from kgen.errors import KgenError, WrongResult
 from kgen.problem import GemmProblem
 from kgen.reference import gemm_reference
 from kgen.runtime.lookup import default_for
+from kgen.validity import why_invalid
 from kgen.verify import limit_for, verify
 from tests.gpu.bed import Batch, Kernels, report
 

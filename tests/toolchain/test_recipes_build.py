@@ -9,12 +9,13 @@ from itertools import product
 import pytest
 
 from kgen.compiler import Compiler, compile_source
-from kgen.config import GemmConfig, why_invalid
+from kgen.config import GemmConfig
 from kgen.device import H200
 from kgen.disasm import disassemble
 from kgen.errors import CompilerMissing
 from kgen.problem import GemmProblem
 from kgen.render import render
+from kgen.validity import why_invalid
 
 PLAIN = GemmProblem("dense", 4096, 7168, 2048)
 #: (recipe, fast_accum), each with every output type and with a bias or not.

@@ -11,18 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kgen.config import (
-    BLOCK_MS,
-    GemmConfig,
-    d_store_box,
-    grid_size,
-    num_b_scales,
-    resources,
-    why_invalid,
-)
+from kgen.config import BLOCK_MS, GemmConfig, d_store_box, grid_size, num_b_scales, resources
 from kgen.device import H200
 from kgen.errors import UsageError
 from kgen.problem import D_DTYPE_BYTES, D_DTYPES, GemmProblem
+from kgen.validity import why_invalid
 
 LARGE = GemmProblem("dense", 4096, 7168, 2048)
 WIDTHS = st.integers(2, 32).map(lambda x: 8 * x)

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from kgen.cache.records import TrialRow
-from kgen.config import GemmConfig, why_invalid
+from kgen.config import GemmConfig
 from kgen.device import H200
 from kgen.heuristic import predict_us
 from kgen.model import FIT, Fit
 from kgen.problem import GemmProblem
+from kgen.validity import why_invalid
 from tools.export_trials import ORIGIN, Export, collect, read, write
 from tools.fit_heuristic import (
     NUM_SEEDS,

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kgen.cases import Case
-from kgen.config import why_invalid
 from kgen.device import H200
 from kgen.problem import GemmProblem
 from kgen.space import AXES
+from kgen.validity import why_invalid
 from tests.gpu.bed import WIDE, Batch, covering, traits
 from tests.unit.simulated import Simulated
 

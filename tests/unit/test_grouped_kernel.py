@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kgen.config import QUEUE_SLOT_BYTES, QUEUE_SLOTS, GemmConfig, grid_of, resources, why_invalid
+from kgen.config import QUEUE_SLOT_BYTES, QUEUE_SLOTS, GemmConfig, grid_of, resources
 from kgen.device import H200
 from kgen.errors import UnsupportedInput, UsageError
 from kgen.heuristic import default_config, explain
@@ -27,6 +27,7 @@ from kgen.runtime.grouped_kernel import (
     most_blocks,
 )
 from kgen.space import valid_configs
+from kgen.validity import why_invalid
 from tests.unit.fake_driver import FakeDriver
 from tests.unit.test_tma import forget
 

@@ -21,13 +21,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kgen import space
-from kgen.config import GemmConfig, why_invalid
+from kgen.config import GemmConfig
 from kgen.device import H200, Device
 from kgen.errors import InvalidConfig
 from kgen.heuristic import default_config, diverse, explain, predict_us, rank, seeds, work_of
 from kgen.model import FIT
 from kgen.problem import GemmProblem
 from kgen.space import AXES, leading_configs, valid_configs
+from kgen.validity import why_invalid
 
 TABLE = json.loads((Path(__file__).parents[1] / "data" / "deepgemm_h200.json").read_text())
 ROWS = [dict(zip(TABLE["columns"], row, strict=True)) for row in TABLE["rows"]]

@@ -22,7 +22,7 @@ PACKAGE = ROOT / "kgen"
 #: Layers from the lowest; a layer's groups; a group's modules, of which each may use the former.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors settings",),
-    ("problem device config shapes shape_writer model_configs model_shapes",),
+    ("problem device config validity shapes shape_writer model_configs model_shapes",),
     (
         "model space heuristic",
         "cache.keys",

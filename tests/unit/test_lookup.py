@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from kgen.config import GemmConfig, why_invalid
+from kgen.config import GemmConfig
 from kgen.device import H200
 from kgen.errors import DatabaseError
 from kgen.heuristic import default_config, predict_us
 from kgen.problem import GemmProblem
 from kgen.runtime import lookup
 from kgen.runtime.lookup import Winner, buckets_around, choose, default_for, read_winners
+from kgen.validity import why_invalid
 
 #: Small N and K keep the space, and so the tests, small.
 PROBLEM = GemmProblem("dense", 64, 576, 512)

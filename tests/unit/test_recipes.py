@@ -14,7 +14,7 @@ import torch
 import kgen.runtime.gemm as g
 from kgen.cache.db import TuningDatabase
 from kgen.cache.records import TrialRecord
-from kgen.config import GemmConfig, resources, why_invalid
+from kgen.config import GemmConfig, resources
 from kgen.device import H200
 from kgen.errors import ShapesError, UnsupportedInput, UsageError
 from kgen.heuristic import default_config, explain
@@ -27,6 +27,7 @@ from kgen.settings import batch_invariant_by_default
 from kgen.shape_writer import to_text
 from kgen.shapes import ShapeLine, load_shapes, parse_problem
 from kgen.space import valid_configs
+from kgen.validity import why_invalid
 
 PLAIN = GemmProblem("dense", 64, 2112, 7168)
 ROW = replace(PLAIN, recipe="row", fast_accum=True)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kgen import space
-from kgen.config import GemmConfig, why_invalid
+from kgen.config import GemmConfig
 from kgen.device import H200
 from kgen.problem import GemmProblem, ceil_div
 from kgen.shapes import load_shapes
@@ -25,6 +25,7 @@ from kgen.space import (
     num_points,
     valid_configs,
 )
+from kgen.validity import why_invalid
 
 SHIPPED = [line.problem for line in load_shapes("deepseek_v3").lines]
 LARGE = GemmProblem("dense", 4096, 7168, 2048)
