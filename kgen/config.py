@@ -253,6 +253,12 @@ def resources(
     )
 
 
+def resources_of(config: GemmConfig, problem: GemmProblem) -> Resources:
+    """`resources` of a kernel of the problem's class."""
+    p = problem
+    return resources(config, p.d_dtype, p.recipe, p.bias, kind=p.kind)
+
+
 def num_accumulator_registers(config: GemmConfig, num_waves: int, fast_accum: bool) -> int:
     """Registers of a math thread that hold sums: in FP32, and partial ones of the tensor cores."""
     partials = 0 if fast_accum else config.num_accumulators

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import jinja2
 
-from kgen.config import QUEUE_SLOTS, GemmConfig, resources
+from kgen.config import QUEUE_SLOTS, GemmConfig, resources_of
 from kgen.errors import RenderError
 from kgen.problem import D_DTYPE_BYTES, OPTIONAL, GemmProblem
 
@@ -108,9 +108,7 @@ def _body(
 def _variables(problem: GemmProblem, config: GemmConfig) -> dict[str, Any]:
     variables = {
         **config.to_dict(),
-        **asdict(
-            resources(config, problem.d_dtype, problem.recipe, problem.bias, kind=problem.kind)
-        ),
+        **asdict(resources_of(config, problem)),
         **{name: getattr(problem, name) for name in _CLASS_FIELDS},
         "kind": problem.kind,
         "is_grouped": problem.is_grouped,

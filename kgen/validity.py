@@ -19,7 +19,7 @@ from kgen.config import (
     WGMMA_MAX_N,
     GemmConfig,
     num_accumulator_registers,
-    resources,
+    resources_of,
 )
 from kgen.device import Device
 from kgen.problem import D_DTYPE_BYTES, GROUP_ALIGNMENT, GemmProblem, ceil_div
@@ -169,7 +169,7 @@ def _why_no_ring(p: GemmProblem, c: GemmConfig) -> Invalid | None:
 
 
 def _why_too_large(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid | None:
-    r = resources(c, p.d_dtype, p.recipe, p.bias, kind=p.kind)
+    r = resources_of(c, p)
     if c.num_accumulators > 1 and r.num_waves != 1:
         return Invalid(
             "accumulators_waves",

@@ -112,9 +112,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("problems", nargs="*", metavar="PROBLEM", help="default: all of --results")
     parser.add_argument("--results", type=Path, default=RESULTS, help="whose winners to build")
     parser.add_argument("--default", action="store_true", help="the model's choice, not winners")
-    parser.add_argument(
-        "--set", nargs="*", default=[], metavar="AXIS=VALUE", help="in every configuration"
-    )
     parser.add_argument("--policy", default=DEFAULT_POLICY)
     parser.add_argument("--build-only", action="store_true", help="compile both, launch nothing")
     args = parser.parse_args(argv)

@@ -110,10 +110,10 @@ def choose(problem: GemmProblem, settings: Settings) -> Chosen:
 
 
 def _summary(chosen: Chosen, settings: Settings) -> str:
-    from kgen.config import grid_size, resources
+    from kgen.config import grid_size, resources_of
 
     p = chosen.problem
-    derived = resources(chosen.config, p.d_dtype, p.recipe, p.bias, kind=p.kind)
+    derived = resources_of(chosen.config, p)
     facts = {
         "problem": str(chosen.problem),
         "configuration": str(chosen.config),

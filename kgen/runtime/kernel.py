@@ -15,7 +15,7 @@ from typing import ClassVar, Final, Self
 
 import torch
 
-from kgen.config import GemmConfig, Resources, grid_size, resources
+from kgen.config import GemmConfig, Resources, grid_size, resources_of
 from kgen.errors import DriverError, LaunchError, UnsupportedInput
 from kgen.problem import D_DTYPE_BYTES, GemmProblem, ceil_div, round_up, scale_shapes
 from kgen.reference import TORCH_D_DTYPES, TORCH_OPERAND_DTYPES
@@ -160,12 +160,6 @@ def operands(
         if matrix.col_stride != 1 and matrix.cols > 1:
             raise UnsupportedInput(f"{name} has column stride {matrix.col_stride}: expected 1")
     return o
-
-
-def resources_of(config: GemmConfig, problem: GemmProblem) -> Resources:
-    """What a kernel of the problem's class needs."""
-    p = problem
-    return resources(config, p.d_dtype, p.recipe, p.bias, kind=p.kind)
 
 
 class Launch:

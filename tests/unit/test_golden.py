@@ -64,7 +64,7 @@ def test_shared_memory_of_the_source_is_that_of_the_host() -> None:
 
 
 def test_a_name_that_a_template_lacks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kgen.render.resources", lambda *_, **__: resources(GemmConfig()))
+    monkeypatch.setattr("kgen.render.resources_of", lambda *_, **__: resources(GemmConfig()))
     monkeypatch.setattr("kgen.render.asdict", lambda _: {})
     with pytest.raises(RenderError, match="undefined"):
         render(PROBLEM, GemmConfig())
