@@ -44,13 +44,11 @@ SMEM_ALIGN_BYTES: Final = 128
 QUEUE_SLOTS: Final = 4
 QUEUE_SLOT_BYTES: Final = 32
 B_EVICTIONS: Final = ("evict_normal", "evict_first")
-D_STAGINGS: Final = ("own", "ring")
 RASTER_ALONG: Final = ("m", "n")
 BAKED_DIMS: Final = ("none", "nk")
 SASS_PASSES: Final = ("none", "interleave")
 NAMED_AXES: Final = {
     "b_eviction": B_EVICTIONS,
-    "d_staging": D_STAGINGS,
     "raster_along": RASTER_ALONG,
     "baked_dims": BAKED_DIMS,
     "sass_pass": SASS_PASSES,
@@ -69,8 +67,6 @@ class GemmConfig:
     split_k                CTAs of a cluster that share one tile's K range and add up in order
     b_eviction             what L2 does with B, "evict_first" or "evict_normal": B that is read once
                            need not displace others, which a cold L2 would have to write back
-    d_staging              where D waits for its store: memory of its "own", or in the "ring" over A
-                           of the tile's last K blocks, which leaves room for another stage
     raster_along           dimension walked first within a strip of tiles
     raster_group           blocks of that dimension in a strip
     baked_dims             "nk": N and K are constants of the source; "none": arguments
@@ -86,7 +82,6 @@ class GemmConfig:
     cluster_n: int = 1
     split_k: int = 1
     b_eviction: str = "evict_normal"
-    d_staging: str = "own"
     raster_along: str = "m"
     raster_group: int = 8
     baked_dims: str = "none"
@@ -208,8 +203,7 @@ def resources(
     # WGMMA reads 64 rows whatever block_m is: past a short last A stage there must be memory.
     b_offset = ((c.num_stages - 1) * c.block_m + max(c.block_m, WGMMA_M)) * BLOCK_K
     d_offset = b_offset + c.num_stages * c.block_n * BLOCK_K
-    has_own_d = c.split_k == 1 and c.d_staging == "own"
-    d_bytes_staged = c.block_m * c.block_n * d_bytes if has_own_d else 0
+    d_bytes_staged = c.block_m * c.block_n * d_bytes if c.split_k == 1 else 0
     partial_offset = d_offset + round_up(d_bytes_staged, 1024)
     owned_groups = ceil_div(c.block_n // 8, c.split_k)
     partial_bytes = c.split_k * owned_groups * c.block_m * 32 if c.split_k > 1 else 0

@@ -37,8 +37,6 @@ AXES: Final[dict[str, tuple[Any, ...]]] = {
     "cluster_n": (1, 2),
     "split_k": (1, 2, 4, 8),
     "b_eviction": ("evict_normal", "evict_first"),
-    # "ring" compiles and was not run yet: see docs/performance.md.
-    "d_staging": ("own",),
     "raster_along": ("m", "n"),
     "raster_group": (4, 8, 16),
     # "nk" was measured to gain nothing (M=512, 4096x7168 on an H200) and costs a build per N and K.

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from kgen.config import (
-    BLOCK_K,
     BLOCK_MS,
     NAMED_AXES,
     REGISTER_SPLIT,
@@ -22,7 +21,7 @@ from kgen.config import (
     resources_of,
 )
 from kgen.device import Device
-from kgen.problem import D_DTYPE_BYTES, GROUP_ALIGNMENT, GemmProblem, ceil_div
+from kgen.problem import GROUP_ALIGNMENT, GemmProblem, ceil_div
 
 #: Largest cluster that every Hopper part must schedule (CUDA C++ guide: portable cluster size).
 MAX_CLUSTER: Final = 8
@@ -92,8 +91,6 @@ def _why_not_a_kernel(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid 
     if rows > 2 * WGMMA_M:
         return Invalid("warpgroup_rows", f"{rows} rows a warpgroup: at most 128")
     invalid = _why_cluster_invalid(c) or _why_not_under(p, c) or _why_too_large(p, c, device)
-    if not invalid and c.d_staging == "ring":
-        invalid = _why_no_ring(p, c)
     return invalid or (_why_not_grouped(p, c) if p.is_grouped else None)
 
 
@@ -146,28 +143,6 @@ def _why_not_under(p: GemmProblem, c: GemmConfig) -> Invalid | None:
     return None
 
 
-def held_stages(block_n: int, d_dtype: str) -> int:
-    """Stages whose A a tile of D takes with d_staging="ring": 128 bytes of a row of D in each."""
-    return ceil_div(block_n * D_DTYPE_BYTES[d_dtype], BLOCK_K)
-
-
-def _why_no_ring(p: GemmProblem, c: GemmConfig) -> Invalid | None:
-    """Why D can not be staged in the ring."""
-    if p.kind != "dense" or p.recipe != "block" or p.bias or c.split_k > 1:
-        return Invalid(
-            "ring_kind",
-            "d_staging=ring is for dense block-scaled kernels without bias and split_k",
-        )
-    held = held_stages(c.block_n, p.d_dtype)
-    if c.block_m % WGMMA_M or c.block_n * D_DTYPE_BYTES[p.d_dtype] % BLOCK_K:
-        return Invalid(
-            "ring_shape", f"{c.block_m}x{c.block_n}: D's rows are not whole rows of stages of A"
-        )
-    if held >= c.num_stages:
-        return Invalid("ring_stages", f"num_stages={c.num_stages}: D alone takes {held}")
-    return None
-
-
 def _why_too_large(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid | None:
     r = resources_of(c, p)
     if c.num_accumulators > 1 and r.num_waves != 1:
@@ -209,8 +184,6 @@ def _why_too_large(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid | N
 
 def _why_not_for(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid | None:
     """Rules that a problem's sizes add: a choice that could only idle is not a candidate."""
-    if c.d_staging == "ring" and held_stages(c.block_n, p.d_dtype) > p.num_k_blocks:
-        return Invalid("ring_k_blocks", "D takes more stages than there are K blocks")
     if c.split_k > p.num_k_blocks:
         return Invalid("split_k_empty", f"split_k={c.split_k}: only {p.num_k_blocks} K blocks")
     if ceil_div(p.m, c.block_m) < c.cluster_m:

@@ -19,9 +19,7 @@ CONFIGS = (
         block_m=64, block_n=24, num_stages=16, num_math_warpgroups=1, num_accumulators=2, split_k=8
     ),
     GemmConfig(block_m=64, block_n=24, num_stages=2, num_math_warpgroups=1, split_k=4),
-    GemmConfig(block_m=256, num_stages=4, d_staging="ring"),
-    GemmConfig(num_stages=6, num_accumulators=2, cluster_m=2, d_staging="ring"),
-    GemmConfig(block_m=128, block_n=136, num_stages=3, num_accumulators=2),
+    GemmConfig(block_m=128, block_n=120, num_stages=3, num_accumulators=2),
     GemmConfig(block_m=256, block_n=112, num_stages=2, cluster_n=2, b_eviction="evict_first"),
     GemmConfig(block_m=192, block_n=64, num_stages=3, num_math_warpgroups=3, cluster_m=2),
 )

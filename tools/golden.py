@@ -39,10 +39,6 @@ CASES: dict[str, tuple[GemmConfig, GemmProblem]] = {
         GemmConfig(block_m=192, num_stages=3, num_math_warpgroups=3),
         replace(PROBLEM, d_dtype="fp32"),
     ),
-    "d_in_ring": (
-        GemmConfig(block_m=256, num_stages=4, cluster_n=2, d_staging="ring"),
-        PROBLEM,
-    ),
     "row_fast_two_waves": (GemmConfig(block_m=256, num_stages=3), FAST_ROW),
     "row_bias_split_k": (_SPLIT, replace(PROBLEM, recipe="row", bias=True)),
     "tensor_e5m2_two_accumulators": (

@@ -67,29 +67,6 @@ def test_verified(configs: list[GemmConfig], kernels: Kernels) -> None:
     assert not failures, report(failures)
 
 
-RINGS = (
-    GemmConfig(block_m=256, num_stages=4, d_staging="ring"),
-    GemmConfig(block_m=256, num_stages=4, cluster_n=2, d_staging="ring", b_eviction="evict_first"),
-    GemmConfig(block_m=192, num_stages=5, num_math_warpgroups=3, d_staging="ring"),
-    GemmConfig(num_stages=6, num_accumulators=2, cluster_m=2, d_staging="ring"),
-    GemmConfig(block_m=64, block_n=64, num_math_warpgroups=1, num_stages=2, d_staging="ring"),
-)
-
-
-@pytest.mark.parametrize("config", RINGS, ids=str)
-def test_d_in_the_ring(config: GemmConfig, kernels: Kernels) -> None:
-    """Staged over A, D is right: as many K blocks as stages held, odd rows, several tiles a CTA."""
-    kernel = kernels.get(VERIFIED, config)
-    assert verify(kernel, Case(VERIFIED), any_nk=False).growth > 0
-    failures = []
-    for n, k in ((392, 384), (2112, 1152), (200, 7168)):
-        batch = Batch(case_of(n, k))
-        for m in ROWS:
-            batch.run(f"[{config}] m={m} n={n} k={k}", kernel, m)
-        failures += batch.failures()
-    assert not failures, report(failures)
-
-
 def test_part_of_the_grid(configs: list[GemmConfig], kernels: Kernels) -> None:
     """Sizes far from the one they were chosen for, idle clusters included."""
     failures = []

@@ -69,13 +69,6 @@ def rule(problem: GemmProblem = LARGE, **changes: Any) -> str:
 # Validity.
 
 
-def test_the_ring_says_that_it_takes_no_bias() -> None:
-    problem = GemmProblem("dense", 4096, 4096, 4096, bias=True)
-    invalid = why_invalid(problem, GemmConfig(d_staging="ring"), H200)
-    assert invalid is not None
-    assert "without bias" in invalid.reason
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -109,10 +102,6 @@ def test_the_ring_says_that_it_takes_no_bias() -> None:
         ({"split_k": 2, "cluster_m": 2}, "split_k_cluster"),
         ({"split_k": 2}, ""),
         ({"split_k": 2, "block_m": 256, "block_n": 64}, "split_k_waves"),
-        ({"d_staging": "there"}, "d_staging"),
-        ({"d_staging": "ring", "split_k": 2}, "ring_kind"),
-        ({"d_staging": "ring", "block_n": 112}, "ring_shape"),
-        ({"d_staging": "ring", "num_stages": 2}, "ring_stages"),
         ({"block_m": 64, "num_math_warpgroups": 1, "split_k": 2}, ""),
         ({"block_m": 16, "num_math_warpgroups": 1, "cluster_n": 3}, "cluster_slices"),
         ({"block_m": 16, "num_math_warpgroups": 1, "cluster_n": 2}, ""),

@@ -8,11 +8,4 @@ struct Stage {
             parity ^= 1;
         }
     }
-
-    // As often as there are K blocks.
-    __device__ __forceinline__ void skip(u32 blocks) {
-        const u32 past = index + blocks;
-        index = past % kNumStages;
-        parity ^= past / kNumStages & 1;
-    }
 };

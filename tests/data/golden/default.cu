@@ -9,12 +9,11 @@
 // cluster_n = 1
 // split_k = 1
 // b_eviction = evict_normal
-// d_staging = own
 // raster_along = m
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 94fdba3ad434030e1c3eb33070540a13cd86623d8a48b48bfba059744f5a0879
+// Body SHA-256: 1529ad7e4698d20de6ca5c3e6382c908dffebba589baafe42833a9fbcd8d001c
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -382,13 +381,6 @@ struct Stage {
             index = 0;
             parity ^= 1;
         }
-    }
-
-    // As often as there are K blocks.
-    __device__ __forceinline__ void skip(u32 blocks) {
-        const u32 past = index + blocks;
-        index = past % kNumStages;
-        parity ^= past / kNumStages & 1;
     }
 };
 

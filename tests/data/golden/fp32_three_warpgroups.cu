@@ -9,12 +9,11 @@
 // cluster_n = 1
 // split_k = 1
 // b_eviction = evict_normal
-// d_staging = own
 // raster_along = m
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 64d5b2b6cce9dc3f8d26ba162d5f5821c2163facab6102d4b809fd72cbc24188
+// Body SHA-256: 3344e5519a7f5b22ecb22b741dafaa8881c72f34897de043ea154950c5752017
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -382,13 +381,6 @@ struct Stage {
             index = 0;
             parity ^= 1;
         }
-    }
-
-    // As often as there are K blocks.
-    __device__ __forceinline__ void skip(u32 blocks) {
-        const u32 past = index + blocks;
-        index = past % kNumStages;
-        parity ^= past / kNumStages & 1;
     }
 };
 

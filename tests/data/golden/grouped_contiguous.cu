@@ -9,12 +9,11 @@
 // cluster_n = 1
 // split_k = 1
 // b_eviction = evict_normal
-// d_staging = own
 // raster_along = m
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: bcaa5f7f3a0f368464edd44d4a196c884af4b385ea1dd2a4c287a780f7da2c5f
+// Body SHA-256: 8c437b12fea0b5122039d55404224b706ecf47931996ea158ce15f312675efee
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -611,13 +610,6 @@ struct Stage {
             index = 0;
             parity ^= 1;
         }
-    }
-
-    // As often as there are K blocks.
-    __device__ __forceinline__ void skip(u32 blocks) {
-        const u32 past = index + blocks;
-        index = past % kNumStages;
-        parity ^= past / kNumStages & 1;
     }
 };
 

@@ -9,12 +9,11 @@
 // cluster_n = 2
 // split_k = 1
 // b_eviction = evict_normal
-// d_staging = own
 // raster_along = m
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 6fa179e85d590c059e8f8ed582046cb9b5885971919c56caf66489a23dad5b5f
+// Body SHA-256: 41c0cc5630c2a1734283b8b121a2c3fbd1da04df9beb54cbecde9870fc5085db
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -611,13 +610,6 @@ struct Stage {
             index = 0;
             parity ^= 1;
         }
-    }
-
-    // As often as there are K blocks.
-    __device__ __forceinline__ void skip(u32 blocks) {
-        const u32 past = index + blocks;
-        index = past % kNumStages;
-        parity ^= past / kNumStages & 1;
     }
 };
 

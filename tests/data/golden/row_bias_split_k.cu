@@ -9,12 +9,11 @@
 // cluster_n = 1
 // split_k = 4
 // b_eviction = evict_normal
-// d_staging = own
 // raster_along = m
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 935614cf726c643f5d971929f2a7c2b08facba9402e2ea16a4f43d5a0fb8120a
+// Body SHA-256: 0b2fa1594556ebfca716e70a96edeeabf8b9ccbd820305f9b6dd2fbe2e616c37
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -376,13 +375,6 @@ struct Stage {
             index = 0;
             parity ^= 1;
         }
-    }
-
-    // As often as there are K blocks.
-    __device__ __forceinline__ void skip(u32 blocks) {
-        const u32 past = index + blocks;
-        index = past % kNumStages;
-        parity ^= past / kNumStages & 1;
     }
 };
 

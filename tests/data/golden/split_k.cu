@@ -9,12 +9,11 @@
 // cluster_n = 1
 // split_k = 4
 // b_eviction = evict_normal
-// d_staging = own
 // raster_along = m
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: a423bc59c70f88f5742164b9d3c5bdf8a772721d4d76f0b2f178f7febcc6f7a5
+// Body SHA-256: 0566e190e27e012702da65847e7a43dccd2f5853ec489c981a01cf350d5bca9b
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -379,13 +378,6 @@ struct Stage {
             index = 0;
             parity ^= 1;
         }
-    }
-
-    // As often as there are K blocks.
-    __device__ __forceinline__ void skip(u32 blocks) {
-        const u32 past = index + blocks;
-        index = past % kNumStages;
-        parity ^= past / kNumStages & 1;
     }
 };
 

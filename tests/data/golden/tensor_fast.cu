@@ -9,12 +9,11 @@
 // cluster_n = 1
 // split_k = 1
 // b_eviction = evict_normal
-// d_staging = own
 // raster_along = m
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: a8ae0a900fe1bfb769d3bca3e60d9b2d75b61ef37fdff214cbb74430c2a119c1
+// Body SHA-256: 15b5c7dbf67315cf5976cf8675b811a8bf4a27d2dabc5ddf97a2e36ea481f1f3
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -376,13 +375,6 @@ struct Stage {
             index = 0;
             parity ^= 1;
         }
-    }
-
-    // As often as there are K blocks.
-    __device__ __forceinline__ void skip(u32 blocks) {
-        const u32 past = index + blocks;
-        index = past % kNumStages;
-        parity ^= past / kNumStages & 1;
     }
 };
 

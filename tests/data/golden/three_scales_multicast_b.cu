@@ -9,12 +9,11 @@
 // cluster_n = 1
 // split_k = 1
 // b_eviction = evict_normal
-// d_staging = own
 // raster_along = m
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 2f1cd74a095be777b7679858fd23aa8cc57cafa74f6e6080154516c782232124
+// Body SHA-256: 512c999d412c4d1bc8567d5e0df0e89c6defbe4df79d518699bd93f689070ac9
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -382,13 +381,6 @@ struct Stage {
             index = 0;
             parity ^= 1;
         }
-    }
-
-    // As often as there are K blocks.
-    __device__ __forceinline__ void skip(u32 blocks) {
-        const u32 past = index + blocks;
-        index = past % kNumStages;
-        parity ^= past / kNumStages & 1;
     }
 };
 

@@ -9,12 +9,11 @@
 // cluster_n = 2
 // split_k = 1
 // b_eviction = evict_normal
-// d_staging = own
 // raster_along = m
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: b0b1e3294a1eb7b79de3563f53e44ea85e115d5c4214420fc65fcf72deaab121
+// Body SHA-256: 566383fb2bb46c3f98323d5c6139943e47cf6ccc135c5a59fc4b41b450abb8f0
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -382,13 +381,6 @@ struct Stage {
             index = 0;
             parity ^= 1;
         }
-    }
-
-    // As often as there are K blocks.
-    __device__ __forceinline__ void skip(u32 blocks) {
-        const u32 past = index + blocks;
-        index = past % kNumStages;
-        parity ^= past / kNumStages & 1;
     }
 };
 

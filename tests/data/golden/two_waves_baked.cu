@@ -9,12 +9,11 @@
 // cluster_n = 1
 // split_k = 1
 // b_eviction = evict_normal
-// d_staging = own
 // raster_along = n
 // raster_group = 8
 // baked_dims = nk
 // sass_pass = none
-// Body SHA-256: 30987b44b9ffd7c8de933dca17f36b9ca277d036e0481e6e4c98116ba7fbddf1
+// Body SHA-256: d32bdf150168c2020b32f55e42e4e79a21d0da9bbdfd6e6cf98342698b0ec5bf
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -383,13 +382,6 @@ struct Stage {
             index = 0;
             parity ^= 1;
         }
-    }
-
-    // As often as there are K blocks.
-    __device__ __forceinline__ void skip(u32 blocks) {
-        const u32 past = index + blocks;
-        index = past % kNumStages;
-        parity ^= past / kNumStages & 1;
     }
 };
 
