@@ -15,14 +15,13 @@ from kgen.errors import UsageError
 from kgen.problem import (
     D_DTYPE_BYTES,
     GROUPED_KINDS,
+    K_BLOCK_BYTES,
     SCALE_BLOCK,
     GemmProblem,
     ceil_div,
     round_up,
 )
 
-#: K columns of one pipeline stage: one scale block, one 128-byte swizzle span of E4M3.
-BLOCK_K: Final = 128
 BLOCK_MS: Final = (16, 32, 64, 128, 192, 256)
 WGMMA_M: Final = 64
 WGMMA_MAX_N: Final = 256
@@ -60,7 +59,7 @@ class GemmConfig:
     """The free choices of one kernel. Everything else follows from them.
 
     block_m, block_n       rows and columns of D a CTA computes at a time
-    num_stages             depth of the shared-memory pipeline, in K blocks of 128
+    num_stages             depth of the shared-memory pipeline, in K blocks of 128 bytes a row
     num_math_warpgroups    warpgroups that issue WGMMA; they share block_m
     num_accumulators       partial accumulators a warpgroup keeps: 2 overlap promotion with WGMMA
     cluster_m, cluster_n   CTAs of a cluster along M (share B by multicast) and N (share A)
@@ -129,7 +128,7 @@ class Resources:
     Offsets and sizes in bytes from the start of dynamic shared memory; the template lays out the
     same regions in the same order: A stages, B stages, D, split-K partials, scales of A, scales
     of B, vectors of each math warpgroup, barriers, the queue of tiles (grouped kinds). Boxes are
-    (inner, outer) in elements.
+    (inner, outer) in elements, those of A and B in bytes by rows.
 
     The vectors are what the sums of a tile are finished with: scales of its rows and columns
     (recipe "row") and its part of the bias.
@@ -201,8 +200,8 @@ def resources(
     d_cols, d_swizzle = d_store_box(c.block_n, d_bytes)
     b_rows = c.block_n // c.cluster_m if c.block_n % (8 * c.cluster_m) == 0 else c.block_n
     # WGMMA reads 64 rows whatever block_m is: past a short last A stage there must be memory.
-    b_offset = ((c.num_stages - 1) * c.block_m + max(c.block_m, WGMMA_M)) * BLOCK_K
-    d_offset = b_offset + c.num_stages * c.block_n * BLOCK_K
+    b_offset = ((c.num_stages - 1) * c.block_m + max(c.block_m, WGMMA_M)) * K_BLOCK_BYTES
+    d_offset = b_offset + c.num_stages * c.block_n * K_BLOCK_BYTES
     d_bytes_staged = c.block_m * c.block_n * d_bytes if c.split_k == 1 else 0
     partial_offset = d_offset + round_up(d_bytes_staged, 1024)
     owned_groups = ceil_div(c.block_n // 8, c.split_k)
@@ -238,8 +237,8 @@ def resources(
         barrier_offset=barrier_offset,
         queue_offset=queue_offset,
         smem_bytes=queue_offset + queue_bytes,
-        a_box=(BLOCK_K, c.block_m // c.cluster_n),
-        b_box=(BLOCK_K, b_rows),
+        a_box=(K_BLOCK_BYTES, c.block_m // c.cluster_n),
+        b_box=(K_BLOCK_BYTES, b_rows),
         d_box=(d_cols, d_rows),
         d_swizzle_bytes=d_swizzle,
         sfa_box=(c.block_m + slack_rows, 1),
@@ -253,9 +252,9 @@ def resources_of(config: GemmConfig, problem: GemmProblem) -> Resources:
     return resources(config, p.d_dtype, p.recipe, p.bias, kind=p.kind)
 
 
-def num_accumulator_registers(config: GemmConfig, num_waves: int, fast_accum: bool) -> int:
+def num_accumulator_registers(config: GemmConfig, num_waves: int, promotes: bool) -> int:
     """Registers of a math thread that hold sums: in FP32, and partial ones of the tensor cores."""
-    partials = 0 if fast_accum else config.num_accumulators
+    partials = config.num_accumulators if promotes else 0
     return config.block_n // 2 * (num_waves + partials)
 
 

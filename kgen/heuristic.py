@@ -159,7 +159,7 @@ def work_of(p: GemmProblem, c: GemmConfig, device: Device) -> Work:
         min_bytes=p.min_bytes,
         again_bytes=again_bytes,
         evict_first=float(c.b_eviction == "evict_first"),
-        b_again_bytes=(m_clusters - p.groups) * p.n * p.k,
+        b_again_bytes=(m_clusters - p.groups) * p.n * p.k * p.operand_bytes,
         reuse_bytes=reuse_bytes,
         d_bytes=D_DTYPE_BYTES[p.d_dtype],
         num_sms=device.num_sms,
@@ -167,7 +167,7 @@ def work_of(p: GemmProblem, c: GemmConfig, device: Device) -> Work:
         sm_tflops=device.fp8_tflops / device.num_sms,
         dram_gbps=device.dram_gbps,
         l2_bytes=device.l2_bytes,
-        fast_accum=float(p.fast_accum),
+        fast_accum=float(not p.promotes),
     )
 
 
@@ -180,7 +180,7 @@ def _rounds(p: GemmProblem, c: GemmConfig, device: Device, tiles: int) -> tuple[
     size = c.cluster_size
     clusters = device.max_clusters(size)
     if size > 1 and c.num_math_warpgroups == 1:  # setmaxnreg takes all registers of an SM
-        kind = (p.kind, p.d_dtype, p.recipe, p.bias, p.fast_accum)
+        kind = (p.kind, p.d_dtype, p.recipe, p.bias, p.promotes)
         clusters *= _ctas_per_sm(c, kind, device.smem_per_block)
     if p.num_sms:
         clusters = max(1, min(clusters, p.num_sms // size))
@@ -193,11 +193,11 @@ def _rounds(p: GemmProblem, c: GemmConfig, device: Device, tiles: int) -> tuple[
 def _ctas_per_sm(c: GemmConfig, kind: tuple[str, str, str, bool, bool], smem_per_block: int) -> int:
     """CTAs of a kernel with one math warpgroup that an SM holds at a time; an estimate.
 
-    `kind`: the problem's kind, d_dtype, recipe, bias and fast_accum.
+    `kind`: the problem's kind, d_dtype, recipe, bias and promotes.
     """
-    name, d_dtype, recipe, bias, fast_accum = kind
+    name, d_dtype, recipe, bias, promotes = kind
     r = resources(c, d_dtype, recipe, bias, kind=name)
-    registers = num_accumulator_registers(c, r.num_waves, fast_accum) + THREAD_REGISTERS
+    registers = num_accumulator_registers(c, r.num_waves, promotes) + THREAD_REGISTERS
     registers += SELECT_REGISTERS * (recipe == "block" and r.num_scale_positions > 1)
     registers += MULTICAST_REGISTERS * (c.cluster_m * c.cluster_n > 1)
     by_registers = SM_REGISTERS // (r.threads * round_up(registers, REGISTER_STEP))
@@ -223,5 +223,8 @@ def _reuse(p: GemmProblem, c: GemmConfig) -> tuple[float, float]:
     strip = min(c.raster_group, along)
     strip_rows = min(strip * rows, still)
     d_bytes = strip_rows * moving * D_DTYPE_BYTES[p.d_dtype]
-    again = p.groups * (ceil_div(along, strip) - 1) * moving * p.k  # no group uses another's B
-    return again, (moving + strip_rows) * p.k + d_bytes
+    row_bytes = p.k * p.operand_bytes
+    again = (
+        p.groups * (ceil_div(along, strip) - 1) * moving * row_bytes
+    )  # no group uses another's B
+    return again, (moving + strip_rows) * row_bytes + d_bytes

@@ -20,11 +20,15 @@ D_DTYPES: Final = ("bf16", "fp16", "fp32")
 D_DTYPE_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4}
 #: What the scales belong to: 1x128 of A and 128x128 of B; a row of A and of B; a whole tensor.
 RECIPES: Final = ("block", "row", "tensor")
-#: Types of A and of B.
+#: Types of A and of B, and bytes of an element.
 OPERAND_DTYPES: Final = ("e4m3", "e5m2")
+OPERAND_DTYPE_BYTES: Final = {"e4m3": 1, "e5m2": 1}
 
 #: Columns of A (and of B) that share one scale, and rows of B that share one scale.
 SCALE_BLOCK: Final = 128
+#: Bytes of a row of A or B in one K block, a stage of the pipeline: the span of TMA's widest
+#: swizzle, and the scale block of FP8.
+K_BLOCK_BYTES: Final = 128
 #: TMA wants global strides in multiples of 16 bytes (CUDA driver API, cuTensorMapEncodeTiled).
 TMA_ALIGN_BYTES: Final = 16
 #: Largest extent: tensor maps hold 32-bit coordinates that the driver reads as signed.
@@ -117,9 +121,10 @@ class GemmProblem:
             raise UsageError(
                 f"n={self.n}: the kernel needs a multiple of 8; pad N to {round_up(self.n, 8)}"
             )
-        if self.k % 16:
+        step = k_step(self.a_dtype)
+        if self.k % step:
             raise UsageError(
-                f"k={self.k}: TMA needs a multiple of 16; pad K to {round_up(self.k, 16)}"
+                f"k={self.k}: TMA needs a multiple of {step}; pad K to {round_up(self.k, step)}"
             )
         if self.kind == "dense" and self.groups != 1:
             raise UsageError(f"groups={self.groups}: a dense problem has one group")
@@ -131,8 +136,18 @@ class GemmProblem:
 
     @property
     def num_k_blocks(self) -> int:
-        """K blocks of 128 columns, the last one possibly partial."""
-        return ceil_div(self.k, SCALE_BLOCK)
+        """K blocks of 128 bytes a row, the last one possibly partial."""
+        return ceil_div(self.k * self.operand_bytes, K_BLOCK_BYTES)
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of an element of A, and of B: their types are equally wide."""
+        return OPERAND_DTYPE_BYTES[self.a_dtype]
+
+    @property
+    def promotes(self) -> bool:
+        """Whether each K block's sums leave the tensor cores to be added up in FP32."""
+        return not self.fast_accum
 
     @property
     def flops(self) -> int:
@@ -146,7 +161,8 @@ class GemmProblem:
         scales = 4 * sum(rows * columns for rows, columns in self.scale_shapes)
         vectors = scales + self.n * d_size * self.bias
         d_bytes = self.m * self.n * d_size
-        return self.groups * (self.m * self.k + self.n * self.k + vectors + d_bytes)
+        operands = (self.m + self.n) * self.k * self.operand_bytes
+        return self.groups * (operands + vectors + d_bytes)
 
     @property
     def scale_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -180,6 +196,11 @@ FLAGS: Final = ("bias", "fast_accum", "batch_invariant")
 OPTIONAL: Final[dict[str, Any]] = {
     f.name: f.default for f in fields(GemmProblem) if f.default is not MISSING
 }
+
+
+def k_step(dtype: str) -> int:
+    """What K is a multiple of with operands of this type, so that pitches are those TMA takes."""
+    return TMA_ALIGN_BYTES // OPERAND_DTYPE_BYTES[dtype]
 
 
 def scale_shapes(recipe: str, m: int, n: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:

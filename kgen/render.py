@@ -112,11 +112,13 @@ def _variables(problem: GemmProblem, config: GemmConfig) -> dict[str, Any]:
         **{name: getattr(problem, name) for name in _CLASS_FIELDS},
         "kind": problem.kind,
         "is_grouped": problem.is_grouped,
+        "promotes": problem.promotes,
+        "finishes": problem.bias or problem.recipe in ("row", "tensor"),
         "queue_slots": QUEUE_SLOTS,
         "d_bytes": D_DTYPE_BYTES[problem.d_dtype],
     }
     if config.baked_dims == "nk":
-        variables.update(n=problem.n, k=problem.k)
+        variables.update(n=problem.n, k=problem.k * problem.operand_bytes)
     return variables
 
 

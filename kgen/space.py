@@ -207,7 +207,7 @@ def _walk(
 
 def _endless(problem: GemmProblem) -> GemmProblem:
     """A problem of the same class and without end, whose sizes forbid nothing."""
-    return replace(problem, m=2**30, n=2**30, k=2**30, groups=1)
+    return replace(problem, m=2**29, n=2**29, k=2**29, groups=1)
 
 
 @lru_cache(maxsize=16)

@@ -131,8 +131,8 @@ def _why_cluster_invalid(c: GemmConfig) -> Invalid | None:
 
 def _why_not_under(p: GemmProblem, c: GemmConfig) -> Invalid | None:
     """Rules of the problem's recipe and policies."""
-    if p.fast_accum and c.num_accumulators != 1:
-        return Invalid("accumulators_fast", "fast_accum=true sums into one accumulator")
+    if not p.promotes and c.num_accumulators != 1:
+        return Invalid("accumulators_fast", "without promotion there is one accumulator")
     if p.recipe != "block" and c.sass_pass != "none":
         return Invalid("sass_pass_recipe", f"recipe={p.recipe} has no FFMA to interleave")
     if p.batch_invariant and c.split_k != 1:
@@ -151,7 +151,7 @@ def _why_too_large(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid | N
             f"num_accumulators={c.num_accumulators} needs 64 rows a math warpgroup",
         )
     need = (
-        num_accumulator_registers(c, r.num_waves, p.fast_accum)
+        num_accumulator_registers(c, r.num_waves, p.promotes)
         + MATH_OVERHEAD_REGISTERS[c.num_math_warpgroups]
         + SELECT_OVERHEAD_REGISTERS[c.num_math_warpgroups] * (r.num_scale_positions > 1)
         + WAVE_OVERHEAD_REGISTERS * (r.num_waves - 1)

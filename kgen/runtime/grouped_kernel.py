@@ -8,6 +8,7 @@ declares: GemmArgs and 64 bytes more. Must not import cache, build or search.
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import ClassVar, Final
 
 import torch
@@ -28,7 +29,7 @@ from kgen.runtime.kernel import (
     Launch,
     current_stream,
 )
-from kgen.runtime.tma import TensorMap
+from kgen.runtime.tma import DATA_TYPES, TensorMap
 
 GROUPED_ARGS_BYTES: Final = ARGS_BYTES + 64
 #: The fields of GemmArgs that grouped kernels read: sfa, sfb, sfa_stride_m, sfa_stride_k,
@@ -65,14 +66,14 @@ class GroupedKernel(Kernel):
         for offset, tensor_map in self._maps(tensors, direct).items():
             tensor_map.encode_into(args.address + offset)
         strides = (*sfa.stride()[-2:], *sfb.stride()[-2:])
-        sizes = (m, d.shape[-1], a.shape[-1], int(direct))
+        sizes = (m, d.shape[-1], a.shape[-1] * a.element_size(), int(direct))
         tail = (sfa.data_ptr(), sfb.data_ptr(), *strides, *sizes, d.data_ptr(), d.stride(-2))
         args.write(TAIL, _TAIL.pack(*tail))
         pitches = [t.stride(0) if t.dim() == 3 else 0 for t in (sfa, sfb, d)]
         more = _GROUPED_TAIL.pack(layout.data_ptr(), *pitches, groups, int(by_index))
         args.write(ARGS_BYTES, more)
-        n, k, d_dtype = d.shape[-1], a.shape[-1], self.problem.d_dtype
-        problem = GemmProblem(self.kind, m, n, k, groups=groups, d_dtype=d_dtype, num_sms=num_sms)
+        n, k = d.shape[-1], a.shape[-1]
+        problem = replace(self.problem, m=m, n=n, k=k, groups=groups, num_sms=num_sms)
         m_blocks = most_blocks(problem, self.config, by_index)
         return Launch(self, args, grid_of(m_blocks, problem, self.config, self.device))
 
@@ -156,11 +157,14 @@ def _is_direct(sfa: torch.Tensor) -> bool:
 
 
 def _map(data_type: str, x: torch.Tensor, box: tuple[int, int], swizzle_bytes: int) -> TensorMap:
-    """Of [rows, columns], or of [groups, rows, columns] with a third dimension."""
+    """Of [rows, columns], or of [groups, rows, columns] with a third dimension.
+
+    As "uint8" columns count bytes, whatever the elements.
+    """
     size = x.element_size()
-    rows, cols = x.shape[-2:]
+    rows, cols = x.shape[-2], x.shape[-1] * size // DATA_TYPES[data_type][1]
     # Strides of extents of one are open: then what TMA likes best.
-    pitch = x.stride(-2) * size if rows > 1 else round_up(cols * size, 16)
+    pitch = x.stride(-2) * size if rows > 1 else round_up(x.shape[-1] * size, 16)
     groups = x.shape[0] if x.dim() == 3 else 0
     group_pitch = x.stride(0) * size if groups > 1 else rows * pitch
     dims = (cols, rows)

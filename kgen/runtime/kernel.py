@@ -53,6 +53,11 @@ class Matrix:
             )
         return cls(tensor.data_ptr(), *tensor.shape, *tensor.stride())
 
+    def in_bytes(self, size: int) -> Matrix:
+        """The same with columns and strides in bytes, for elements of `size` bytes."""
+        strides = self.row_stride * size, self.col_stride * size
+        return Matrix(self.address, self.rows, self.cols * size, *strides)
+
     def pitch_bytes(self, size: int) -> int:
         """Bytes from row to row; of a single row, whose stride torch leaves open, its length."""
         return (self.row_stride if self.rows > 1 else self.cols) * size
@@ -62,6 +67,7 @@ class Matrix:
 class Operands:
     """The five matrices of one GEMM, of agreeing extents: a, sfa, b, sfb, d; the bias's address.
 
+    Columns of a and b count bytes: so do kernels, to which a K block is 128 bytes of a row.
     `scales_by_k`: scales go with blocks of K columns, as those of recipe "block" do.
     """
 
@@ -159,7 +165,8 @@ def operands(
     for name, matrix in (("a", o.a), ("b", o.b), ("d", o.d)):
         if matrix.col_stride != 1 and matrix.cols > 1:
             raise UnsupportedInput(f"{name} has column stride {matrix.col_stride}: expected 1")
-    return o
+    size = problem.operand_bytes
+    return o if size == 1 else replace(o, a=o.a.in_bytes(size), b=o.b.in_bytes(size))
 
 
 class Launch:
@@ -304,7 +311,7 @@ class Kernel:
         o = operands((a, sfa, b, sfb, d), self.problem, bias)
         if o.a.rows == 0:
             return Launch(self, args, 0)
-        problem = replace(self.problem, m=o.a.rows, n=o.d.cols, k=o.a.cols, num_sms=num_sms)
+        problem = replace(self.problem, m=o.a.rows, n=o.d.cols, k=a.shape[1], num_sms=num_sms)
         o.pack_into(args, self.resources, self.problem.d_dtype)
         return Launch(self, args, grid_size(problem, self.config, self.device))
 

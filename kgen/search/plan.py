@@ -35,7 +35,8 @@ _FIRST_FINAL_S: Final = 1.5
 def floor_us(problem: GemmProblem, device: Device) -> float:
     """Microseconds below which no kernel can be: memory traffic, or tensor core work."""
     streaming = problem.min_bytes / (device.dram_gbps * 1e3)
-    return max(streaming, problem.flops / (device.fp8_tflops * 1e6))
+    tflops = device.fp8_tflops / problem.operand_bytes
+    return max(streaming, problem.flops / (tflops * 1e6))
 
 
 @dataclass
