@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-#: Bytes of a K block's row, and rows of a WGMMA. Of wider types a K block has fewer columns, and the
-#: tensor cores' rate is as much lower: by K blocks all take the same time.
+#: Bytes of a K block's row, and rows of a WGMMA. Of wider types a K block has fewer columns and the
+#: tensor cores' rate is as much lower: a K block takes the same time.
 ROW_BYTES: Final = 128
 WGMMA_ROWS: Final = 64
 #: Times of instructions are stated at this clock (of the device facts that they were fitted with).

@@ -5,6 +5,7 @@ Takes plain values, gives frozen values. Must not import torch, CUDA or any thir
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Final
 
@@ -19,10 +20,13 @@ GROUP_ALIGNMENT: Final = 128
 D_DTYPES: Final = ("bf16", "fp16", "fp32")
 D_DTYPE_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4}
 #: What the scales belong to: 1x128 of A and 128x128 of B; a row of A and of B; a whole tensor.
-RECIPES: Final = ("block", "row", "tensor")
+#: "none": BF16 operands, which have no scales.
+RECIPES: Final = ("block", "row", "tensor", "none")
 #: Types of A and of B, and bytes of an element.
-OPERAND_DTYPES: Final = ("e4m3", "e5m2")
-OPERAND_DTYPE_BYTES: Final = {"e4m3": 1, "e5m2": 1}
+OPERAND_DTYPES: Final = ("e4m3", "e5m2", "bf16")
+OPERAND_DTYPE_BYTES: Final = {"e4m3": 1, "e5m2": 1, "bf16": 2}
+#: The fields that say BF16 operands; they go together.
+BF16_FIELDS: Final[dict[str, Any]] = {"recipe": "none", "a_dtype": "bf16", "b_dtype": "bf16"}
 
 #: Columns of A (and of B) that share one scale, and rows of B that share one scale.
 SCALE_BLOCK: Final = 128
@@ -33,6 +37,15 @@ K_BLOCK_BYTES: Final = 128
 TMA_ALIGN_BYTES: Final = 16
 #: Largest extent: tensor maps hold 32-bit coordinates that the driver reads as signed.
 MAX_EXTENT: Final = 2**31 - 1
+
+
+def implied(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a problem, and where one of them says BF16 operands the others that say so.
+
+    None that is given is changed.
+    """
+    says = any(fields.get(name) == value for name, value in BF16_FIELDS.items())
+    return {**(BF16_FIELDS if says else {}), **fields}
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -47,20 +60,22 @@ def round_up(a: int, b: int) -> int:
 
 @dataclass(frozen=True, order=True)
 class GemmProblem:
-    """D[m, n] = A[m, k] · B[n, k]ᵀ (+ bias[n]) with FP8 operands and FP32 scales.
+    """D[m, n] = A[m, k] · B[n, k]ᵀ (+ bias[n]), FP8 operands with FP32 scales, or BF16 ones.
 
     kind, groups       of the grouped kinds (GROUPED_KINDS) `groups` such products with a B each
                        make one launch, and `m` is the rows of each group, those that are expected
-                       where groups differ; so far with recipe "block", E4M3 and no bias
+                       where groups differ; so far with recipe "block" and E4M3, or BF16, and no
+                       bias
     recipe             what a scale belongs to. "block": a row and 128 columns of A, 128x128 of B;
                        "row": a row of A (a token), a row of B (an output channel); "tensor": all
-                       of A, all of B
-    a_dtype, b_dtype   "e4m3" or "e5m2"
+                       of A, all of B; "none": there are no scales
+    a_dtype, b_dtype   "e4m3" or "e5m2", each by itself; "bf16" both and only with recipe "none"
     d_dtype            "bf16", "fp16" or "fp32"
     bias               a vector [n] of `d_dtype` is added in FP32, before D is rounded
     fast_accum         all of K is summed inside the tensor cores, which keep 13 fraction bits of
                        a sum (torch._scaled_mm's use_fast_accum=True); otherwise each 128 columns
-                       are added up in FP32. Recipe "block" has to do the latter
+                       are added up in FP32. Recipe "block" has to do the latter; BF16 operands
+                       have no choice: tensor cores keep FP32 sums of them
     batch_invariant    the bits of a row of D do not depend on m, the device or num_sms; kernels of
                        grouped kinds are so always, and calls do not ask for it
     num_sms            an SM budget (0: every SM of the device), part of the problem, since the
@@ -92,21 +107,28 @@ class GemmProblem:
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name}={getattr(self, name)!r}: expected true or false")
+        if len({getattr(self, name) == value for name, value in BF16_FIELDS.items()}) > 1:
+            given = " ".join(f"{name}={getattr(self, name)}" for name in BF16_FIELDS)
+            together = " ".join(f"{name}={value}" for name, value in BF16_FIELDS.items())
+            raise UsageError(
+                f"{given}: BF16 operands come in pairs and have no scales: expected {together}, or "
+                "FP8 types with another recipe"
+            )
+        if self.fast_accum and self.recipe == "none":
+            raise UsageError(
+                "fast_accum=true: tensor cores keep FP32 sums of BF16 products; leave it out"
+            )
         if self.fast_accum and self.recipe == "block":
             raise UsageError(
                 "fast_accum=true: recipe=block scales each 128 columns by themselves, so their "
                 "sums have to leave the tensor cores; leave it out, or take recipe=row or tensor"
             )
-        plain = (self.recipe, self.a_dtype, self.b_dtype, self.bias) == (
-            "block",
-            "e4m3",
-            "e4m3",
-            False,
-        )
+        types = (self.recipe, self.a_dtype, self.b_dtype)
+        plain = types in (("block", "e4m3", "e4m3"), ("none", "bf16", "bf16")) and not self.bias
         if self.is_grouped and not plain:
             raise UsageError(
-                f"kind={self.kind}: a grouped kind takes recipe=block, E4M3 operands and no bias; "
-                "given another of them"
+                f"kind={self.kind}: a grouped kind takes recipe=block with E4M3 operands, or BF16 "
+                "ones, and no bias; given another of them"
             )
         if self.is_grouped and self.batch_invariant:
             raise UsageError(
@@ -115,8 +137,9 @@ class GemmProblem:
             )
         for name, low in (("m", 1), ("n", 1), ("k", 1), ("groups", 1), ("num_sms", 0)):
             value = getattr(self, name)
-            if not low <= value <= MAX_EXTENT:
-                raise UsageError(f"{name}={value}: expected {low} to {MAX_EXTENT}")
+            high = MAX_EXTENT // self.operand_bytes if name == "k" else MAX_EXTENT
+            if not low <= value <= high:
+                raise UsageError(f"{name}={value}: expected {low} to {high}")
         if self.n % 8:
             raise UsageError(
                 f"n={self.n}: the kernel needs a multiple of 8; pad N to {round_up(self.n, 8)}"
@@ -147,7 +170,7 @@ class GemmProblem:
     @property
     def promotes(self) -> bool:
         """Whether each K block's sums leave the tensor cores to be added up in FP32."""
-        return not self.fast_accum
+        return not (self.fast_accum or self.recipe == "none")
 
     @property
     def flops(self) -> int:
@@ -204,7 +227,9 @@ def k_step(dtype: str) -> int:
 
 
 def scale_shapes(recipe: str, m: int, n: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(rows, columns) of A's scales and of B's under a recipe."""
+    """(rows, columns) of A's scales and of B's under a recipe; all 0 where there are none."""
+    if recipe == "none":
+        return (0, 0), (0, 0)
     if recipe == "block":
         blocks = ceil_div(k, SCALE_BLOCK)
         return (m, blocks), (ceil_div(n, SCALE_BLOCK), blocks)

@@ -1,6 +1,6 @@
 """The reference product: FP32, from dequantised operands, in plain PyTorch on any device.
 
-Takes FP8 operands with their scales, and a bias; gives D. What verification compares with, and what
+Takes FP8 operands with their scales or BF16 ones, and a bias; gives D. What verification compares with, and what
 answers where no kernel can. Imports torch only.
 """
 
@@ -19,8 +19,14 @@ from kgen.problem import SCALE_BLOCK, round_up
 TORCH_D_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 D_DTYPE_NAMES: Final = {dtype: name for name, dtype in TORCH_D_DTYPES.items()}
 #: The same for operands.
-TORCH_OPERAND_DTYPES: Final = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+TORCH_OPERAND_DTYPES: Final = {
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "bf16": torch.bfloat16,
+}
 OPERAND_DTYPE_NAMES: Final = {dtype: name for name, dtype in TORCH_OPERAND_DTYPES.items()}
+#: Those that have scales.
+FP8_DTYPES: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 #: FP32 elements of a dequantised piece of an operand, or of D, held at a time (256 MB).
 _MAX_ELEMENTS: Final = 2**26
@@ -29,8 +35,11 @@ _MAX_ELEMENTS: Final = 2**26
 def dequantize_a(a: torch.Tensor, sfa: torch.Tensor, recipe: str = "block") -> torch.Tensor:
     """A [M, K] in FP32: each value times its scale.
 
-    sfa [M, ceil(K/128)] for recipe "block", [M, 1] for "row", [1, 1] for "tensor".
+    sfa [M, ceil(K/128)] for recipe "block", [M, 1] for "row", [1, 1] for "tensor"; not used for
+    "none".
     """
+    if recipe == "none":
+        return a.float()
     if recipe == "block":
         sfa = sfa.repeat_interleave(SCALE_BLOCK, dim=1)[:, : a.shape[1]]
     return a.float().mul_(sfa)
@@ -39,7 +48,8 @@ def dequantize_a(a: torch.Tensor, sfa: torch.Tensor, recipe: str = "block") -> t
 def dequantize_b(b: torch.Tensor, sfb: torch.Tensor, recipe: str = "block") -> torch.Tensor:
     """B [N, K] in FP32: each value times its scale.
 
-    sfb [ceil(N/128), ceil(K/128)] for recipe "block", [N, 1] for "row", [1, 1] for "tensor".
+    sfb [ceil(N/128), ceil(K/128)] for recipe "block", [N, 1] for "row", [1, 1] for "tensor";
+    not used for "none".
     """
     if recipe == "block":
         sfb = sfb.repeat_interleave(SCALE_BLOCK, dim=0)[: b.shape[0]]
@@ -58,7 +68,7 @@ def gemm_reference(
 ) -> torch.Tensor:
     """D [M, N] = A · Bᵀ (+ bias), summed in FP32 and rounded once to `out_dtype`.
 
-    a [M, K] and b [N, K] FP8 with any strides, scales FP32 as in `dequantize_a` and
+    a [M, K] and b [N, K] FP8, or BF16 for recipe "none", with any strides, scales FP32 as in `dequantize_a` and
     `dequantize_b`, bias [N] of any type. Works in pieces: large problems need little more than D.
     """
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
@@ -85,11 +95,11 @@ def gemm_reference_into(
         for n0 in range(0, n, n_step):
             columns = slice(n0, n0 + n_step)
             blocks = slice(n0 // SCALE_BLOCK, (n0 + n_step) // SCALE_BLOCK)
-            of_b = {"block": sfb[blocks], "row": sfb[columns], "tensor": sfb}[recipe]
+            of_b = {"block": sfb[blocks], "row": sfb[columns]}.get(recipe, sfb)
             b_piece = dequantize_b(b[columns], of_b, recipe).t()
             for m0 in range(0, m, m_step):
                 rows = slice(m0, m0 + m_step)
-                of_a = sfa if recipe == "tensor" else sfa[rows]
+                of_a = sfa[rows] if recipe in ("block", "row") else sfa
                 product = dequantize_a(a[rows], of_a, recipe) @ b_piece
                 if bias is not None:
                     product += bias[columns].float()

@@ -11,7 +11,7 @@ third-party package, and reads nothing but the file it is given.
                  batch_invariant num_sms weight
 
 `bias`, `fast_accum` and `batch_invariant` are true or false; a field that is left out has the
-default of `GemmProblem`.
+default of `GemmProblem`, except that of recipe=none, a_dtype=bf16 and b_dtype=bf16 one stands for all.
 
 A line stands for every combination of its values. Range ends are whole numbers; a range stops at
 the last value that does not pass b. `weight` is one positive number: how much time the user
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kgen.errors import ShapesError, UsageError
-from kgen.problem import FLAGS, NAMES, OPTIONAL, GemmProblem
+from kgen.problem import FLAGS, NAMES, OPTIONAL, GemmProblem, implied
 
 REQUIRED: Final = ("kind", "m", "n", "k")
 FIELDS: Final = (*REQUIRED, *OPTIONAL, "weight")
@@ -270,7 +270,7 @@ def _expand(fields: Fields, where: str) -> list[ShapeLine]:
     weight = fields.get("weight", (1.0,))[0]
     combinations = product(*(fields[name] for name in names))
     return [
-        ShapeLine(GemmProblem(**dict(zip(names, values, strict=True))), weight, where)
+        ShapeLine(GemmProblem(**implied(dict(zip(names, values, strict=True)))), weight, where)
         for values in combinations
     ]
 

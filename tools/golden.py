@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kgen.config import GemmConfig
 from kgen.device import H200
-from kgen.problem import GemmProblem
+from kgen.problem import BF16_FIELDS, GemmProblem
 from kgen.render import render
 from kgen.validity import why_invalid
 
@@ -21,6 +21,7 @@ FOLDER = Path(__file__).parent.parent / "tests" / "data" / "golden"
 
 PROBLEM = GemmProblem("dense", 512, 2112, 7168)
 FAST_ROW = replace(PROBLEM, recipe="row", fast_accum=True)
+BF16 = replace(PROBLEM, **BF16_FIELDS)
 _SPLIT = GemmConfig(block_m=16, block_n=64, num_stages=12, num_math_warpgroups=1, split_k=4)
 #: One problem and configuration for each branch of the templates.
 CASES: dict[str, tuple[GemmConfig, GemmProblem]] = {
@@ -46,23 +47,42 @@ CASES: dict[str, tuple[GemmConfig, GemmProblem]] = {
         replace(PROBLEM, recipe="tensor", a_dtype="e5m2", bias=True, d_dtype="fp16"),
     ),
     "tensor_fast": (GemmConfig(), replace(FAST_ROW, recipe="tensor")),
+    "bf16_wide": (GemmConfig(block_n=256, num_stages=3, cluster_m=2), BF16),
+    "bf16_bias_two_waves": (
+        GemmConfig(block_m=256, num_stages=2, baked_dims="nk"),
+        replace(BF16, bias=True, d_dtype="fp32"),
+    ),
+    "bf16_split_k": (_SPLIT, BF16),
     "bias_fp32": (GemmConfig(), replace(PROBLEM, bias=True, d_dtype="fp32")),
 }
+
+
+def _grouped(kind: str) -> GemmProblem:
+    return GemmProblem(kind, 512, 2112, 7168, groups=8)
+
+
 #: The same of grouped kinds.
-GROUPED_CASES: dict[str, tuple[GemmConfig, str]] = {
-    "grouped_contiguous": (GemmConfig(block_n=152), "contiguous"),
-    "grouped_masked": (GemmConfig(block_m=64, num_math_warpgroups=1, cluster_n=2), "masked"),
+GROUPED_CASES: dict[str, tuple[GemmConfig, GemmProblem]] = {
+    "grouped_contiguous": (GemmConfig(block_n=152), _grouped("contiguous")),
+    "grouped_masked": (
+        GemmConfig(block_m=64, num_math_warpgroups=1, cluster_n=2),
+        _grouped("masked"),
+    ),
+    "bf16_grouped_contiguous": (
+        GemmConfig(block_n=208, cluster_n=2),
+        replace(_grouped("contiguous"), **BF16_FIELDS),
+    ),
+    "bf16_grouped_masked": (
+        GemmConfig(block_m=32, block_n=88, num_math_warpgroups=1),
+        replace(_grouped("masked"), **BF16_FIELDS),
+    ),
 }
 
 
 def golden_sources() -> dict[str, str]:
     """File name to rendered source, for each case."""
     sources = {}
-    for name, (config, problem) in CASES.items():
-        assert why_invalid(problem, config, H200) is None, name
-        sources[f"{name}.cu"] = render(problem, config).text
-    for name, (config, kind) in GROUPED_CASES.items():
-        problem = GemmProblem(kind, 512, 2112, 7168, groups=8)
+    for name, (config, problem) in (CASES | GROUPED_CASES).items():
         assert why_invalid(problem, config, H200) is None, name
         sources[f"{name}.cu"] = render(problem, config).text
     return sources
