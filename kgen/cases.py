@@ -21,7 +21,7 @@ from kgen.reference import (
     full_fp32,
 )
 
-#: a [m, k] and b [n, k] FP8, sfa and sfb FP32 as `GemmProblem.scale_shapes` says.
+#: a [m, k] and b [n, k] FP8 or BF16, sfa and sfb FP32 as `GemmProblem.scale_shapes` says.
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 #: Computes D in place on the current stream: launch(a, sfa, b, sfb, d), d [m, n] with a pitch; for
 #: a problem with a bias launch(a, sfa, b, sfb, d, bias), bias [n] of d's type.
@@ -43,8 +43,8 @@ _ROWS_BEFORE, _COLUMNS_BEFORE, _GUARD_AFTER = 8, 64, 256
 #: Elements that temporaries may hold at a time, and bytes that a stored reference may take.
 _CHUNK: Final = 1 << 26
 _STORED_BYTES: Final = 4 << 30
-#: Values of the 16-column groups of a partial last K block: they sum to 8, each k32 step (two
-#: groups) to a quarter of that at least.
+#: Values of the 16-byte groups of a partial last K block: they sum to 8, each 32 bytes that one
+#: WGMMA takes (two groups) to a quarter of that at least.
 _PARTIAL: Final = {
     1: (8,),
     2: (4, 4),
@@ -120,14 +120,14 @@ class Case:
         self.d_dtype = TORCH_D_DTYPES[problem.d_dtype]
         rows = problem.m + 1
         generator = torch.Generator(self.device).manual_seed(seed)
-        self.a = random_fp8(rows, problem.k, generator, _dtypes(problem)[0])
-        self.b = random_fp8(problem.n, problem.k, generator, _dtypes(problem)[1])
+        self.a = random_operand(rows, problem.k, generator, _dtypes(problem)[0])
+        self.b = random_operand(problem.n, problem.k, generator, _dtypes(problem)[1])
         spread = 0.0 if unit_scales else 1.0
         of_a, of_b = scale_shapes(problem.recipe, rows, problem.n, problem.k)
         self.sfa = column_major(random_scales(*of_a, spread, generator))
         self.sfb = random_scales(*of_b, spread, generator)
         self.bias: tuple[torch.Tensor, ...] = ()
-        if problem.bias:  # of the size of the sums: 128² / 128², over K columns
+        if problem.bias:  # of the size of the sums over K columns
             values = torch.randn(problem.n, generator=generator, device=self.device)
             self.bias = (values.mul_(problem.k**0.5).to(self.d_dtype),)
         self._norms: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -186,7 +186,7 @@ class Case:
 
     def _compute(self, start: int, stop: int) -> torch.Tensor:
         recipe = self.problem.recipe
-        sfa = self.sfa if recipe == "tensor" else self.sfa[start:stop]
+        sfa = self.sfa[start:stop] if recipe in ("block", "row") else self.sfa
         a = dequantize_a(self.a[start:stop], sfa, recipe)
         with full_fp32():
             product = a @ self._b_full.T
@@ -230,17 +230,18 @@ class Case:
 class ExactCase:
     """Inputs whose D is known in closed form: D[i, j] = 2^row(i) * 2^column(j) * (2^live - 1).
 
-    A is zero but for the live K blocks of a pass, where its values sum to 128 a block; B is one.
+    A is zero but for the live K blocks of a pass, where its values sum to 128 a block, or to 64 in
+    those of BF16, which are that many columns; B is one.
     With s = block % 6 the scales' exponents are row(i) + 2s + t and column(j) - s - t: their sum
     has the 6 bits of a pass, while either side's exponents are distinct in every 18 consecutive
     K blocks (more than any pipeline is deep). row(i) = i % 17 differs from that of every row a
     power of two or three of them away, column(j) = j / 128 % 13 from every near scale block.
     D's exponents, times a quarter for a missing k32 step, stay inside FP16's.
 
-    Under the recipes "row" and "tensor" A's values carry 2^s, which leaves their sums exact in the
-    13 fraction bits of the tensor cores; column(j) = j % 13 under "row", and under "tensor" row
-    and column are 0. A bias is zero but in the last launch, which has one of few bits that FP32
-    adds to D exactly.
+    Under the recipes "row", "tensor" and "none" A's values carry 2^s, which leaves their sums exact
+    in the 13 fraction bits of the tensor cores; column(j) = j % 13 under "row" and "none", and
+    under "tensor" row and column are 0. BF16 operands carry row and column themselves. A bias is
+    zero but in the last launch, which has one of few bits that FP32 adds to D exactly.
     """
 
     #: FP16: 63 * 2^(16 + 12) * 2^-18 = 64512, and a quarter of the least bit is 2^-20.
@@ -252,10 +253,10 @@ class ExactCase:
         self.problem = problem
         self.num_passes = ceil_div(problem.num_k_blocks, LIVE_BLOCKS)
         m, n, k, recipe = problem.m, problem.n, problem.k, problem.recipe
-        self._fp8, of_b = _dtypes(problem)
-        columns = _exact_columns(k, carried=recipe != "block")
-        self._pattern = torch.tensor(columns).to(self._fp8).view(torch.uint8).to(device)
-        self._a = torch.zeros(m, k, dtype=torch.uint8, device=device)
+        of_a, of_b = _dtypes(problem)
+        columns = _exact_columns(k, problem.k_block, carried=recipe != "block")
+        self._pattern = torch.tensor(columns, device=device).to(of_a)
+        self._a = torch.empty(m, k, dtype=of_a, device=device)
         self.b = torch.ones(n, k, device=device).to(of_b)
         row = torch.arange(m, device=device) % self.ROW_CYCLE
         column = torch.arange(n, device=device)
@@ -267,6 +268,8 @@ class ExactCase:
         self.sfa, self.sfb = self._scales(row, column)
         self._row = _power(row - self.SHIFT)
         self._column = _power(column)
+        if recipe == "none":
+            self.b.mul_(self._column[:, None] / problem.k_block)
         dtype = TORCH_D_DTYPES[problem.d_dtype]
         turn = torch.arange(n, device=device) % 3 + 1
         lively = (_power(column + 8 - self.SHIFT) * turn).to(dtype)
@@ -279,6 +282,9 @@ class ExactCase:
             return _power(row[:1]), _power(column[:1])
         if self.problem.recipe == "row":
             return _power(row), _power(column)
+        if self.problem.recipe == "none":
+            none = torch.empty(0, 0, device=row.device)
+            return none, none
         block = torch.arange(self.problem.num_k_blocks, device=row.device)
         slot, turn = block % LIVE_BLOCKS, block // LIVE_BLOCKS % 3 * (2 * LIVE_BLOCKS - 1)
         sfa = column_major(_power(row + 2 * slot + turn))
@@ -296,12 +302,15 @@ class ExactCase:
     def inputs(self, number: int, last: bool = False) -> Inputs:
         """a, sfa, b, sfb of a pass, row-major in the last launch; the next reuses a's memory."""
         m = self.rows(number)
-        start, stop = (LIVE_BLOCKS * SCALE_BLOCK * (number + i) for i in (0, 1))
+        start, stop = (LIVE_BLOCKS * self.problem.k_block * (number + i) for i in (0, 1))
         live = slice(start, min(stop, self.problem.k))
-        self._a.zero_()  # all of it: whatever an earlier candidate may have written there
-        self._a[:, live] = self._pattern[live]
+        a = bits_of(self._a)
+        a.zero_()  # all of it: whatever an earlier candidate may have written there
+        a[:, live] = bits_of(self._pattern)[live]
+        if self.problem.recipe == "none":
+            self._a[:, live] *= self._row[:, None].to(self._a.dtype)
         sfa = _rows_of(self.sfa, m, self.problem.recipe, last)
-        return self._a[:m].view(self._fp8), sfa, self.b, self.sfb
+        return self._a[:m], sfa, self.b, self.sfb
 
     def bias(self, last: bool = False) -> tuple[torch.Tensor, ...]:
         """The bias of a launch, or none."""
@@ -347,11 +356,13 @@ class GrowthCase:
         m, n, self.k = problem.m, problem.n, problem.k
         generator = torch.Generator(device).manual_seed(self.k)
         of_a, of_b = _dtypes(problem)
-        self._full = _positive(random_fp8(m, self.k, generator, of_a))
+        self._full = _positive(random_operand(m, self.k, generator, of_a))
         self._base = self._full.clone()
-        self._base.view(torch.uint8)[:, GROWTH_BASE_K:] = 0
-        self._b = _positive(random_fp8(n, self.k, generator, of_b))
-        # 2^-18 in all keeps sums of 65536 products of up to 448² inside FP16.
+        bits_of(self._base)[:, GROWTH_BASE_K:] = 0
+        self._b = _positive(random_operand(n, self.k, generator, of_b))
+        # 2^-18 in all keeps sums of 65536 products of up to 448² inside FP16. BF16's data, of
+        # deviation 1, needs no scale: 65536 products of 2 / pi on average are inside as well.
+        self._scale = 1.0 if problem.recipe == "none" else 2.0**-18
         scales_of_a, scales_of_b = problem.scale_shapes
         self._sfa = column_major(torch.full(scales_of_a, 2.0**-7, device=device))
         self._sfb = torch.full(scales_of_b, 2.0**-11, device=device)
@@ -367,7 +378,7 @@ class GrowthCase:
 
     def _product(self, a: torch.Tensor) -> torch.Tensor:
         step = max(1, _CHUNK // self.k)
-        wide = a.float() * 2.0**-18
+        wide = a.float() * self._scale
         with full_fp32():
             parts = [wide @ part.float().T for part in torch.split(self._b, step)]
         return torch.cat(parts, 1)
@@ -382,14 +393,17 @@ class GrowthCase:
         return torch.stack(errors)
 
 
-def random_fp8(
+def random_operand(
     rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype = FP8
 ) -> torch.Tensor:
-    """Normal data as a quantiser leaves it: FP8 [rows, columns], deviation 128, at most 448."""
+    """Normal data [rows, columns]: BF16 of deviation 1, or FP8 as a quantiser leaves it, of
+    deviation 128, at most 448."""
     out = torch.empty(rows, columns, dtype=dtype, device=generator.device)
     for start, stop in _chunks(rows, columns):
         part = torch.randn(stop - start, columns, generator=generator, device=generator.device)
-        out[start:stop] = part.mul_(128.0).clamp_(-448.0, 448.0).to(dtype)
+        if dtype != torch.bfloat16:
+            part.mul_(128.0).clamp_(-448.0, 448.0)
+        out[start:stop] = part.to(dtype)
     return out
 
 
@@ -400,7 +414,7 @@ def _dtypes(problem: GemmProblem) -> tuple[torch.dtype, torch.dtype]:
 
 def _rows_of(sfa: torch.Tensor, m: int, recipe: str, row_major: bool) -> torch.Tensor:
     """Scales of m rows of A; in the other layout: row-major, or one of two columns side by side."""
-    if recipe == "tensor":
+    if recipe in ("tensor", "none"):
         return sfa
     if not row_major:
         return sfa[:m]
@@ -440,7 +454,15 @@ def random_scales(
 
 
 def _positive(values: torch.Tensor) -> torch.Tensor:
-    return (values.view(torch.uint8) & 0x7F).view(values.dtype)
+    bits = bits_of(values)
+    return (bits & torch.iinfo(torch.int8 if bits.itemsize == 1 else torch.int16).max).view(
+        values.dtype
+    )
+
+
+def bits_of(values: torch.Tensor) -> torch.Tensor:
+    """The same memory as whole numbers: torch fills and copies no FP8 on some versions."""
+    return values.view(torch.uint8 if values.itemsize == 1 else torch.int16)
 
 
 def _power(exponents: torch.Tensor) -> torch.Tensor:
@@ -454,12 +476,14 @@ def _chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def _exact_columns(k: int, carried: bool) -> list[float]:
-    """One row of A whose K blocks each sum to 128; `carried`: to 128 * 2^(block % 6)."""
-    whole, rest = divmod(k, SCALE_BLOCK)
-    columns = [1.0] * (whole * SCALE_BLOCK)
-    for value in _PARTIAL.get(rest // 16, ()):
-        columns += [float(value)] * 16
+def _exact_columns(k: int, block: int, carried: bool) -> list[float]:
+    """One row of A whose K blocks, of `block` columns, each sum to `block`; `carried`: to
+    block * 2^(number % 6)."""
+    whole, rest = divmod(k, block)
+    columns = [1.0] * (whole * block)
+    group = block // 8
+    for value in _PARTIAL.get(rest // group, ()):
+        columns += [float(value)] * group
     if not carried:
         return columns
-    return [v * 2.0 ** (i // SCALE_BLOCK % LIVE_BLOCKS) for i, v in enumerate(columns)]
+    return [v * 2.0 ** (i // block % LIVE_BLOCKS) for i, v in enumerate(columns)]

@@ -17,15 +17,22 @@ from kgen.cases import (
     TILE,
     ExactCase,
     GuardedOutput,
+    bits_of,
     column_major,
-    random_fp8,
+    random_operand,
     random_scales,
     strip_sums,
     tile_sums,
 )
 from kgen.problem import GROUP_ALIGNMENT, SCALE_BLOCK, GemmProblem, ceil_div, round_up
 from kgen.quant import get_col_major_tma_aligned_tensor
-from kgen.reference import TORCH_D_DTYPES, dequantize_a, dequantize_b, full_fp32
+from kgen.reference import (
+    TORCH_D_DTYPES,
+    TORCH_OPERAND_DTYPES,
+    dequantize_a,
+    dequantize_b,
+    full_fp32,
+)
 
 #: Computes D in place on the current stream, as `runtime.grouped_kernel` takes its tensors:
 #: launch((a, sfa, b, sfb, d, layout), by_index).
@@ -39,7 +46,8 @@ ALONE: Final = 257
 _ROWS_BEHIND: Final = 19
 #: The exact case's groups differ by 2 to the power of their number modulo this.
 _GROUP_CYCLE: Final = 3
-_NAN: Final = 0x7F
+#: NaN by bytes of an element: E4M3, BF16.
+_NAN: Final = {1: 0x7F, 2: 0x7FFF}
 
 
 @dataclass(frozen=True)
@@ -105,10 +113,14 @@ class GroupedCase:
         self.d_dtype = TORCH_D_DTYPES[problem.d_dtype]
         self._generator = torch.Generator(self.device).manual_seed(seed)
         p, kb = problem, problem.num_k_blocks
-        self.b = random_fp8(p.groups * p.n, p.k, self._generator).view(p.groups, p.n, p.k)
-        blocks = ceil_div(p.n, SCALE_BLOCK)
-        sfb = random_scales(p.groups * blocks, kb, 1.0, self._generator)
-        self.sfb = sfb.view(p.groups, blocks, kb)
+        self._dtype = TORCH_OPERAND_DTYPES[problem.a_dtype]
+        b = random_operand(p.groups * p.n, p.k, self._generator, self._dtype)
+        self.b = b.view(p.groups, p.n, p.k)
+        self.sfb = torch.empty(0, 0, device=self.device)
+        if p.recipe != "none":
+            blocks = ceil_div(p.n, SCALE_BLOCK)
+            sfb = random_scales(p.groups * blocks, kb, 1.0, self._generator)
+            self.sfb = sfb.view(p.groups, blocks, kb)
         self.by_offset = self._run(self.grouping("full", [p.m] * p.groups, p.m, 0))
         self.full = self._aligned(self.by_offset)
         uneven = [UNEVEN[i % len(UNEVEN)] for i in range(p.groups)] if p.groups > 1 else [65]
@@ -167,23 +179,24 @@ class GroupedCase:
         return replace(run, grouping=own)
 
     def _run(self, grouping: Grouping) -> GroupedRun:
-        p, rows = self.problem, grouping.num_rows
-        a = torch.full((rows, p.k), _NAN, dtype=torch.uint8, device=self.device)
-        sfa = torch.full((rows, p.num_k_blocks), torch.nan, device=self.device)
+        p = self.problem
         count = len(grouping.rows)
-        some = random_fp8(count, p.k, self._generator)
-        scales = random_scales(count, p.num_k_blocks, 1.0, self._generator)
-        a[grouping.rows], sfa[grouping.rows] = some.view(torch.uint8), scales
+        some = random_operand(count, p.k, self._generator, self._dtype)
+        scales = self.sfb
+        if p.recipe != "none":
+            scales = random_scales(count, p.num_k_blocks, 1.0, self._generator)
+        a, sfa = _spread(grouping, some, scales)
         reference = torch.empty(count, p.n, device=self.device)
         start = 0
         for group, size in enumerate(grouping.sizes):
             part = slice(start, start + size)
             start += size
             if size:
-                wide = dequantize_b(self.b[group], self.sfb[group]).T
+                sfb = self.sfb if p.recipe == "none" else self.sfb[group]
+                wide = dequantize_b(self.b[group], sfb, p.recipe).T
                 with full_fp32():
-                    reference[part] = dequantize_a(some[part], scales[part]) @ wide
-        return _shaped(GroupedRun(grouping, a.view(some.dtype), sfa, reference))
+                    reference[part] = dequantize_a(some[part], scales[part], p.recipe) @ wide
+        return _shaped(GroupedRun(grouping, a, sfa, reference))
 
 
 class GroupedExact:
@@ -196,27 +209,26 @@ class GroupedExact:
         sizes[-1] = ALONE
         self._grouping = case.grouping("exact", sizes, max(sizes), _ROWS_BEHIND)
         count = len(self._grouping.rows)
-        dense = GemmProblem("dense", count, p.n, p.k, d_dtype=p.d_dtype)
-        self._exact = ExactCase(dense, device)
+        self._exact = ExactCase(replace(p, kind="dense", m=count, groups=1), device)
         self.num_passes = self._exact.num_passes
         group = torch.arange(p.groups, device=device) % _GROUP_CYCLE
         factors = 0.5**group
-        self.b = self._exact.b.view(torch.uint8).repeat(p.groups, 1, 1).view(self._exact.b.dtype)
-        self.sfb = self._exact.sfb * factors[:, None, None]
+        b = self._exact.b
+        self.b = bits_of(b).repeat(p.groups, 1, 1).view(b.dtype)
+        self.sfb = self._exact.sfb
+        if p.recipe == "none":
+            self.b.mul_(factors[:, None, None])
+        else:
+            self.sfb = self.sfb * factors[:, None, None]
         each = torch.tensor(sizes, device=device)
         self._factors = factors.repeat_interleave(each)[:, None]
         self.run = self._make(0)
 
     def _make(self, number: int) -> GroupedRun:
-        g, k = self._grouping, self._exact.problem.k
         a, sfa, _, _ = self._exact.inputs(number)
-        device = a.device
-        whole = torch.full((g.num_rows, k), _NAN, dtype=torch.uint8, device=device)
-        scales = torch.full((g.num_rows, sfa.shape[1]), torch.nan, device=device)
-        rows = g.rows[: len(a)]
-        whole[rows], scales[rows] = a.view(torch.uint8), sfa
+        whole, scales = _spread(self._grouping, a, sfa)
         expected = self._exact.expected(number, 0, len(a), self._factors) * self._factors[: len(a)]
-        return _shaped(GroupedRun(g, whole.view(a.dtype), scales, expected))
+        return _shaped(GroupedRun(self._grouping, whole, scales, expected))
 
     def passes(self) -> Iterator[GroupedRun]:
         """Each pass with its exact result as the reference."""
@@ -255,12 +267,29 @@ def masked(name: str, sizes: Sequence[int], most: int, device: torch.device) -> 
     return Grouping(f"{name}, masked_m", layout, False, rows, tuple(sizes), (len(sizes), most))
 
 
+def _spread(
+    grouping: Grouping, a: torch.Tensor, sfa: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of A and of its scales, if any, at the first places that count; NaN at all others."""
+    rows = grouping.rows[: len(a)]
+    whole = torch.empty(grouping.num_rows, a.shape[1], dtype=a.dtype, device=a.device)
+    bits_of(whole).fill_(_NAN[a.itemsize])
+    bits_of(whole)[rows] = bits_of(a)
+    if a.dtype == torch.bfloat16:
+        return whole, sfa
+    scales = torch.full((grouping.num_rows, sfa.shape[1]), torch.nan, device=a.device)
+    scales[rows] = sfa
+    return whole, scales
+
+
 def _shaped(run: GroupedRun) -> GroupedRun:
     """Inputs in the shape of the grouping, scales as TMA takes them."""
     shape = run.grouping.shape
     a, sfa = run.a, run.sfa
     if len(shape) == 1:
         return replace(run, sfa=column_major(sfa))
+    if a.dtype == torch.bfloat16:
+        return replace(run, a=_unflat(a, shape))
     sfa = get_col_major_tma_aligned_tensor(_unflat(sfa, shape))
     return replace(run, a=_unflat(a, shape), sfa=sfa)
 

@@ -1,7 +1,7 @@
 """Grouped products in plain PyTorch on any device: what answers where no kernel can, and in tests.
 
-Takes E4M3 operands with their scales, or BF16 ones, and what tells the groups; writes D. Waits for the device
-where the groups' sizes lie on one. Imports torch only.
+Takes E4M3 operands with their scales, or BF16 ones, and what tells the groups; writes D. Waits for
+the device where the groups' sizes lie on one. Imports torch only.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ def masked_reference_into(  # noqa: PLR0917, the operands in the kernel's order
     for group, count in enumerate(counts.clamp(0, a.shape[1]).tolist()):
         if count:
             scales = (sfa, sfb) if recipe == "none" else (sfa[group, :count], sfb[group])
-            part = gemm_reference(
-                a[group, :count], scales[0], b[group], scales[1], recipe=recipe
-            )
+            part = gemm_reference(a[group, :count], scales[0], b[group], scales[1], recipe=recipe)
             out[group, :count] = part.to(out.dtype)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from kgen.errors import WrongResult
 from kgen.grouped_cases import GroupedCase, GroupedLaunch, GroupedRun
-from kgen.verify import MAX_ERROR, MAX_FINE_ERROR, Verified
+from kgen.verify import Verified, limit_of
 
 
 def verify_grouped(launch: GroupedLaunch, case: GroupedCase) -> Verified:
@@ -40,7 +40,7 @@ def check_runs(
     Raises WrongResult above the limit of the output type, and unless `untouched` is False where
     anything but the rows that count was written.
     """
-    limit = MAX_ERROR if case.d_dtype == torch.bfloat16 else MAX_FINE_ERROR
+    limit = limit_of(case.problem)
     found = []
     for run, row_major in runs:
         tiles, strips = _launch(launch, case, run, row_major)

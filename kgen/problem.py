@@ -107,6 +107,26 @@ class GemmProblem:
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name}={getattr(self, name)!r}: expected true or false")
+        self._check_types()
+        for name, low in (("m", 1), ("n", 1), ("k", 1), ("groups", 1), ("num_sms", 0)):
+            value = getattr(self, name)
+            high = MAX_EXTENT // self.operand_bytes if name == "k" else MAX_EXTENT
+            if not low <= value <= high:
+                raise UsageError(f"{name}={value}: expected {low} to {high}")
+        if self.n % 8:
+            raise UsageError(
+                f"n={self.n}: the kernel needs a multiple of 8; pad N to {round_up(self.n, 8)}"
+            )
+        step = k_step(self.a_dtype)
+        if self.k % step:
+            raise UsageError(
+                f"k={self.k}: TMA needs a multiple of {step}; pad K to {round_up(self.k, step)}"
+            )
+        if self.kind == "dense" and self.groups != 1:
+            raise UsageError(f"groups={self.groups}: a dense problem has one group")
+
+    def _check_types(self) -> None:
+        """What goes together of recipe, types, bias and policies."""
         if len({getattr(self, name) == value for name, value in BF16_FIELDS.items()}) > 1:
             given = " ".join(f"{name}={getattr(self, name)}" for name in BF16_FIELDS)
             together = " ".join(f"{name}={value}" for name, value in BF16_FIELDS.items())
@@ -135,22 +155,6 @@ class GemmProblem:
                 f"kind={self.kind} batch_invariant=true: kernels of a grouped kind never split "
                 "K and are so by themselves; leave it out"
             )
-        for name, low in (("m", 1), ("n", 1), ("k", 1), ("groups", 1), ("num_sms", 0)):
-            value = getattr(self, name)
-            high = MAX_EXTENT // self.operand_bytes if name == "k" else MAX_EXTENT
-            if not low <= value <= high:
-                raise UsageError(f"{name}={value}: expected {low} to {high}")
-        if self.n % 8:
-            raise UsageError(
-                f"n={self.n}: the kernel needs a multiple of 8; pad N to {round_up(self.n, 8)}"
-            )
-        step = k_step(self.a_dtype)
-        if self.k % step:
-            raise UsageError(
-                f"k={self.k}: TMA needs a multiple of {step}; pad K to {round_up(self.k, step)}"
-            )
-        if self.kind == "dense" and self.groups != 1:
-            raise UsageError(f"groups={self.groups}: a dense problem has one group")
 
     @property
     def is_grouped(self) -> bool:
@@ -166,6 +170,11 @@ class GemmProblem:
     def operand_bytes(self) -> int:
         """Bytes of an element of A, and of B: their types are equally wide."""
         return OPERAND_DTYPE_BYTES[self.a_dtype]
+
+    @property
+    def k_block(self) -> int:
+        """Columns of a K block: 128 of FP8, 64 of BF16."""
+        return K_BLOCK_BYTES // self.operand_bytes
 
     @property
     def promotes(self) -> bool:

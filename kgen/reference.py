@@ -1,7 +1,7 @@
 """The reference product: FP32, from dequantised operands, in plain PyTorch on any device.
 
-Takes FP8 operands with their scales or BF16 ones, and a bias; gives D. What verification compares with, and what
-answers where no kernel can. Imports torch only.
+Takes FP8 operands with their scales or BF16 ones, and a bias; gives D. What verification compares
+with, and what answers where no kernel can. Imports torch only.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ def gemm_reference(
 ) -> torch.Tensor:
     """D [M, N] = A · Bᵀ (+ bias), summed in FP32 and rounded once to `out_dtype`.
 
-    a [M, K] and b [N, K] FP8, or BF16 for recipe "none", with any strides, scales FP32 as in `dequantize_a` and
-    `dequantize_b`, bias [N] of any type. Works in pieces: large problems need little more than D.
+    a [M, K] and b [N, K] FP8, or BF16 for recipe "none", with any strides, scales FP32 as in
+    `dequantize_a` and `dequantize_b`, bias [N] of any type. Works in pieces: large problems need
+    little more than D.
     """
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     gemm_reference_into(out, a, sfa, b, sfb, bias=bias, recipe=recipe)

@@ -11,7 +11,7 @@ third-party package, and reads nothing but the file it is given.
                  batch_invariant num_sms weight
 
 `bias`, `fast_accum` and `batch_invariant` are true or false; a field that is left out has the
-default of `GemmProblem`, except that of recipe=none, a_dtype=bf16 and b_dtype=bf16 one stands for all.
+default of `GemmProblem`; any of recipe=none, a_dtype=bf16 and b_dtype=bf16 stands for all three.
 
 A line stands for every combination of its values. Range ends are whole numbers; a range stops at
 the last value that does not pass b. `weight` is one positive number: how much time the user

@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from kgen.problem import round_up
+from kgen.problem import k_step, round_up
 from kgen.quant import get_col_major_tma_aligned_tensor
 from kgen.runtime.kernel import Kernel, current_stream
 from kgen.runtime.operands import Inputs, Sizes, unfit_matrices
@@ -23,8 +23,9 @@ MAX_DIRECT_M: Final = 128
 def copy_reasons(x: Inputs, sizes: Sizes) -> dict[str, str]:
     """Name of each tensor that must be copied, with the reason."""
     reasons = unfit_matrices(x)
-    if sizes.k % 16:
-        reasons |= dict.fromkeys("ab", f"K = {sizes.k}, not a multiple of 16")
+    step = k_step(sizes.a_dtype)
+    if sizes.k % step:
+        reasons |= dict.fromkeys("ab", f"K = {sizes.k}, not a multiple of {step}")
     if sizes.n % 8:
         padded = ["out", *["b_scales"] * (sizes.recipe == "row"), *["bias"] * sizes.bias]
         reasons |= dict.fromkeys(padded, f"N = {sizes.n}, not a multiple of 8")
@@ -42,7 +43,7 @@ def run_with_copies(
 ) -> None:
     """Copy what `reasons` name and scales worth turning, launch; counts, and warns of matrices."""
     with torch.cuda.device(kernel.ordinal), torch.no_grad():
-        k = round_up(sizes.k, 16)
+        k = round_up(sizes.k, k_step(sizes.a_dtype))
         a = _aligned(x.a, k) if "a" in reasons else x.a
         b = _aligned(x.b, k) if "b" in reasons else x.b
         turned = is_worth_turning(x.sfa)
@@ -75,6 +76,6 @@ def _aligned(matrix: torch.Tensor, k: int) -> torch.Tensor:
     """A row-major copy with k columns; those past the matrix are zero and add nothing."""
     copy = matrix.new_empty(matrix.shape[0], k)
     copy[:, : matrix.shape[1]].copy_(matrix)
-    # Zero bytes are zero in FP8; torch fills no float8 tensor on some versions.
+    # Zero bytes are zero in FP8 and BF16; torch fills no float8 tensor on some versions.
     copy[:, matrix.shape[1] :].view(torch.uint8).zero_()
     return copy

@@ -1,6 +1,7 @@
 """FP8 GEMM for PyTorch: the public operations, their helpers, and what they report.
 
 D[M, N] = A[M, K] · B[N, K]ᵀ (+ bias[N]) with FP8 operands and FP32 scales by block, row or tensor,
+or with BF16 operands (`kgen.runtime.bf16`),
 on the tensors' device and its current stream. On a Hopper GPU the best verified kernel answers; on
 a CPU or another GPU a reference in PyTorch does, so that the same code runs anywhere. Importing
 this module touches no GPU, reads no file and no environment variable.
@@ -21,9 +22,18 @@ from torch.compiler import is_dynamo_compiling
 from kgen.device import Device
 from kgen.errors import KgenError, UnsupportedInput, UsageError
 from kgen.problem import RECIPES, GemmProblem
-from kgen.quant import E4M3
-from kgen.reference import D_DTYPE_NAMES, OPERAND_DTYPE_NAMES, gemm_reference_into
-from kgen.runtime import grouped, ops
+from kgen.reference import (
+    D_DTYPE_NAMES,
+    FP8_DTYPES,
+    OPERAND_DTYPE_NAMES,
+    gemm_reference_into,
+)
+from kgen.runtime import bf16, grouped, ops
+from kgen.runtime.bf16 import (
+    bf16_gemm_nt,
+    m_grouped_bf16_gemm_nt_contiguous,
+    m_grouped_bf16_gemm_nt_masked,
+)
 from kgen.runtime.casts import (
     per_block_cast_to_fp8,
     per_row_cast_to_fp8,
@@ -56,6 +66,7 @@ from kgen.settings import Settings, batch_invariant_by_default
 
 __all__ = [
     "KgenWarning",
+    "bf16_gemm_nt",
     "gemm_fp8_fp8_bf16_nt",
     "gemm_fp8_nt",
     "get_col_major_tma_aligned_tensor",
@@ -63,6 +74,8 @@ __all__ = [
     "get_num_sms",
     "is_batch_invariant",
     "last_path",
+    "m_grouped_bf16_gemm_nt_contiguous",
+    "m_grouped_bf16_gemm_nt_masked",
     "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous",
     "m_grouped_gemm_fp8_fp8_bf16_nt_masked",
     "m_grouped_gemm_fp8_nt_contiguous",
@@ -302,21 +315,25 @@ def plan_for(
     device: torch.device | str | int = "cuda",
     *,
     recipe: str = "block",
-    a_dtype: torch.dtype = E4M3,
-    b_dtype: torch.dtype = E4M3,
+    a_dtype: torch.dtype | None = None,
+    b_dtype: torch.dtype | None = None,
     bias: bool = False,
     fast_accum: bool = False,
 ) -> Plan | None:
     """How a call with these sizes is answered; None where the reference answers by design.
 
-    `recipe` is that of its scales, `a_dtype` and `b_dtype` are the types of its operands, `bias` is
-    whether it gives one. Builds and loads the kernel as the call would.
+    `recipe` is that of its scales, or "none": BF16 operands. `a_dtype` and `b_dtype` are the types
+    of its operands (None: E4M3, or BF16 under "none"), `bias` is whether it gives one. Builds and
+    loads the kernel as the call would.
     """
     _check_out_dtype(out_dtype)
+    dtypes = (torch.bfloat16,) if recipe == "none" else FP8_DTYPES
+    a_dtype, b_dtype = a_dtype or dtypes[0], b_dtype or dtypes[0]
     for name, dtype in (("a_dtype", a_dtype), ("b_dtype", b_dtype)):
-        if dtype not in OPERAND_DTYPE_NAMES:
-            raise UnsupportedInput(f"{name}={dtype}: expected float8_e4m3fn or float8_e5m2")
-    if recipe not in RECIPES or (fast_accum and recipe == "block"):
+        if dtype not in dtypes:
+            expected = " or ".join(str(one).removeprefix("torch.") for one in dtypes)
+            raise UnsupportedInput(f"{name}={dtype}: expected {expected} for recipe={recipe!r}")
+    if recipe not in RECIPES or (fast_accum and recipe not in ("row", "tensor")):
         raise UnsupportedInput(
             f"recipe={recipe!r} with fast_accum={fast_accum}: expected one of "
             f"{', '.join(RECIPES)}, and fast_accum for row and tensor only"
@@ -386,7 +403,7 @@ def _first_call(x: Inputs, key: tuple[Any, ...], ready: _Ready | None) -> None:
     if _Policy.batch_invariant is None:  # the first call of all: its key says nothing yet
         is_batch_invariant()
         key = tuple(_Policy.key if part == (_Policy.num_sms, None) else part for part in key)
-    ops.refuse_gradient("gemm_fp8_nt", tensors)
+    ops.refuse_gradient("gemm_fp8_nt" if x.has_scales else "bf16_gemm_nt", tensors)
     if ready is not None and layout_of(tensors) == ready.layout:
         _remember(key, replace(ready, same=same_as(tensors)))
         _run(ready, x.out)
@@ -414,7 +431,7 @@ def _first_call(x: Inputs, key: tuple[Any, ...], ready: _Ready | None) -> None:
         count_write((x.out,))
         _state.path = "kernel with copies" if reasons else "kernel"
         return
-    launch = plan.kernel.prepare(*x.tensors(), num_sms=num_sms)
+    launch = plan.kernel.prepare(*x.operands(), num_sms=num_sms)
     ready = _ready(tensors, ordinal, launch)
     _remember(key, ready)
     _run(ready, x.out)
@@ -505,6 +522,15 @@ def _set_path(path: str) -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 ops.register(gemm_fp8_nt)
+bf16.attach(
+    bf16.Host(
+        prepared=_prepared,
+        policy=lambda: _Policy.key,
+        run=_run,
+        first_call=_first_call,
+        without_memory=_without_memory,
+    )
+)
 grouped.attach(
     grouped.Host(
         hopper_ordinal=lambda device: hopper_ordinal(device),  # noqa: PLW0108, tests replace it

@@ -125,11 +125,7 @@ def m_grouped_gemm_fp8_nt_contiguous(
     UnsupportedInput where they make no sense; without it such rows hold anything, though nothing
     outside `out` is written. Has no gradient. Raises as `gemm_fp8_nt` does.
     """
-    given = [pair for pair in (("m_indices", m_indices), ("m_offsets", m_offsets)) if _given(pair)]
-    if len(given) != 1:
-        names = " and ".join(name for name, _ in given) or "neither"
-        raise UnsupportedInput(f"given {names}: expected exactly one of m_indices and m_offsets")
-    _call(lhs, rhs, out, given[0], 0)
+    call_grouped(lhs, rhs, out, layout_given(m_indices, m_offsets), 0)
 
 
 def m_grouped_gemm_fp8_nt_masked(
@@ -150,7 +146,7 @@ def m_grouped_gemm_fp8_nt_masked(
     The counts are read on the device: nothing waits, and a captured graph follows them. Sizes,
     pitches, KGEN_CHECK and errors as in `m_grouped_gemm_fp8_nt_contiguous`.
     """
-    _call(lhs, rhs, out, ("masked_m", masked_m), expected_m)
+    call_grouped(lhs, rhs, out, ("masked_m", masked_m), expected_m)
 
 
 def m_grouped_gemm_fp8_fp8_bf16_nt_contiguous(
@@ -174,8 +170,14 @@ def m_grouped_gemm_fp8_fp8_bf16_nt_masked(
     m_grouped_gemm_fp8_nt_masked(lhs, rhs, out, masked_m, expected_m)
 
 
-def _given(pair: tuple[str, Any]) -> bool:
-    return pair[1] is not None
+def layout_given(m_indices: Any, m_offsets: Any) -> tuple[str, Any]:
+    """Name and tensor of the one that is given; UnsupportedInput for none and for both."""
+    pairs = (("m_indices", m_indices), ("m_offsets", m_offsets))
+    given = [pair for pair in pairs if pair[1] is not None]
+    if len(given) != 1:
+        names = " and ".join(name for name, _ in given) or "neither"
+        raise UnsupportedInput(f"given {names}: expected exactly one of m_indices and m_offsets")
+    return given[0]
 
 
 def _check_bf16(name: str, out: Any) -> None:
@@ -189,23 +191,32 @@ def _check_bf16(name: str, out: Any) -> None:
 # ------------------------------------------------------------------------------ the path
 
 
-def _call(lhs: Any, rhs: Any, out: Any, layout: tuple[str, Any], expected_m: Any) -> None:
+def call_grouped(  # noqa: PLR0917, what a call gives, in that order
+    lhs: Any,
+    rhs: Any,
+    out: Any,
+    layout: tuple[str, Any],
+    expected_m: Any,
+    recipe: str = "block",
+) -> None:
+    """A call of any kind and recipe; `layout` as `layout_given` gives it, or ("masked_m", ...)."""
     if is_dynamo_compiling() or dispatch_modes():
-        grouped_ops.call(unpack(lhs, rhs, out, layout, expected_m))
+        grouped_ops.call(unpack(lhs, rhs, out, layout, expected_m, recipe))
         return
     try:
         (a, sfa), (b, sfb) = lhs, rhs
-        tensors = (a, sfa, b, sfb, out, layout[1])
+        scales = (sfa, sfb) if recipe == "block" else ()
+        tensors = (a, *scales[:1], b, *scales[1:], out, layout[1])
         addresses = [t.data_ptr() for t in tensors]
         key = (*addresses, out.shape, layout[0], expected_m, _Calls.host.budget())
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        _without_memory(unpack(lhs, rhs, out, layout, expected_m))
+        _without_memory(unpack(lhs, rhs, out, layout, expected_m, recipe))
         return
     ready = _Calls.prepared.get(key)
     if ready is not None and ready.same(*tensors):
         _Calls.host.run(ready, out)
     else:
-        _first_call(unpack(lhs, rhs, out, layout, expected_m), key, ready)
+        _first_call(unpack(lhs, rhs, out, layout, expected_m, recipe), key, ready)
 
 
 def _without_memory(x: GroupedInputs) -> None:
@@ -221,7 +232,8 @@ def _first_call(x: GroupedInputs, key: tuple[Any, ...], ready: Any) -> None:
     if grouped_ops.stand_for_others(x):
         grouped_ops.call(x)
         return
-    refuse_gradient(f"m_grouped_gemm_fp8_nt_{'masked' if x.is_masked else 'contiguous'}", tensors)
+    name = "m_grouped_gemm_fp8_nt" if x.has_scales else "m_grouped_bf16_gemm_nt"
+    refuse_gradient(f"{name}_{'masked' if x.is_masked else 'contiguous'}", tensors)
     if ready is not None and layout_of(tensors) == ready.layout:
         _remember(key, replace(ready, same=same_as(tensors)))
         host.run(ready, x.out)
@@ -261,10 +273,10 @@ def _refer(x: GroupedInputs, reason: str) -> None:
     with torch.no_grad():
         operands = (x.out, x.a, x.sfa, x.b, x.sfb)
         if x.is_masked:
-            masked_reference_into(*operands, x.layout)
+            masked_reference_into(*operands, x.layout, recipe=x.recipe)
         else:
             index = x.layout if x.by_index else index_of(x.layout, x.a.shape[0])
-            contiguous_reference_into(*operands, index)
+            contiguous_reference_into(*operands, index, recipe=x.recipe)
     _Calls.host.set_path("reference")
 
 

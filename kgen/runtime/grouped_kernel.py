@@ -16,7 +16,7 @@ import torch
 from kgen.config import GemmConfig, grid_of
 from kgen.errors import UnsupportedInput
 from kgen.problem import SCALE_BLOCK, GemmProblem, ceil_div, round_up
-from kgen.reference import TORCH_D_DTYPES
+from kgen.reference import TORCH_D_DTYPES, TORCH_OPERAND_DTYPES
 from kgen.runtime.driver import AlignedBuffer
 from kgen.runtime.kernel import (
     ARGS_BYTES,
@@ -52,9 +52,10 @@ class GroupedKernel(Kernel):
         Kind contiguous: a [M, K], sfa [M, ceil(K/128)], d [M, N], layout [G+1] the groups' first
         rows and the end of the last, or with `by_index` [M] the group of each row, -1 for rows
         to skip. Kind masked: a [G, max M, K], sfa [G, max M, ceil(K/128)], d [G, max M, N],
-        layout [G] the rows of each group. b [G, N, K], sfb [G, ceil(N/128), ceil(K/128)]; types
-        as in `kgen.runtime.kernel.operands`, layout int32, N as there. Pitches of a, b and d are
-        multiples of 16 bytes. Raises UnsupportedInput for other tensors. Reads no element.
+        layout [G] the rows of each group. b [G, N, K], sfb [G, ceil(N/128), ceil(K/128)]; under
+        recipe "none" sfa and sfb are empty, [0, 0]. Types as in `kgen.runtime.kernel.operands`,
+        layout int32, N as there. Pitches of a, b and d are multiples of 16 bytes. Raises
+        UnsupportedInput for other tensors. Reads no element.
         """
         a, sfa, b, sfb, d, layout = tensors
         self._check(tensors, by_index)
@@ -62,7 +63,7 @@ class GroupedKernel(Kernel):
         groups, m = b.shape[0], a.shape[-2]
         if not groups or not m:
             return Launch(self, args, 0)
-        direct = _is_direct(sfa)
+        direct = self.problem.recipe == "none" or _is_direct(sfa)
         for offset, tensor_map in self._maps(tensors, direct).items():
             tensor_map.encode_into(args.address + offset)
         strides = (*sfa.stride()[-2:], *sfb.stride()[-2:])
@@ -91,13 +92,17 @@ class GroupedKernel(Kernel):
             raise UnsupportedInput(f"{shapes}: expected {dims} and 3 dimensions for {self.kind}")
         (*outer, m, k), (groups, n, _) = a.shape, b.shape
         outer = [groups] * len(outer)
-        blocks, fp32, e4m3 = ceil_div(k, SCALE_BLOCK), torch.float32, torch.float8_e4m3fn
+        blocks, fp32 = ceil_div(k, SCALE_BLOCK), torch.float32
+        of_a, of_b = [*outer, m, blocks], [groups, ceil_div(n, SCALE_BLOCK), blocks]
+        if self.problem.recipe == "none":
+            of_a, of_b = [0, 0], [0, 0]
+        operand = TORCH_OPERAND_DTYPES[self.problem.a_dtype]
         layout_shape = [m] if by_index else [groups + (self.kind == "contiguous")]
         expected = (
-            ("a", e4m3, [*outer, m, k]),
-            ("sfa", fp32, [*outer, m, blocks]),
-            ("b", e4m3, [groups, n, k]),
-            ("sfb", fp32, [groups, ceil_div(n, SCALE_BLOCK), blocks]),
+            ("a", operand, [*outer, m, k]),
+            ("sfa", fp32, of_a),
+            ("b", operand, [groups, n, k]),
+            ("sfb", fp32, of_b),
             ("d", TORCH_D_DTYPES[self.problem.d_dtype], [*outer, m, round_up(n, 8)]),
             ("layout", torch.int32, layout_shape),
         )

@@ -19,6 +19,7 @@ from kgen.problem import (
     TMA_ALIGN_BYTES,
     GemmProblem,
     ceil_div,
+    implied,
     round_up,
 )
 from kgen.quant import E4M3
@@ -33,7 +34,8 @@ class GroupedInputs:
     """A grouped call: the operands as kernels take them, and the tensor that tells the groups.
 
     `layout_name` is its name among the caller's arguments (LAYOUTS); `expected_m` the rows of a
-    group that a kernel is chosen for, 0 for the average.
+    group that a kernel is chosen for, 0 for the average. `recipe` is "block", or "none" with BF16
+    operands, whose scales are empty, [0, 0].
     """
 
     a: torch.Tensor
@@ -44,6 +46,17 @@ class GroupedInputs:
     layout: torch.Tensor
     layout_name: str
     expected_m: int = 0
+    recipe: str = "block"
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether operands are FP8; else BF16."""
+        return self.recipe != "none"
+
+    @property
+    def operand_dtype(self) -> torch.dtype:
+        """The type that A and B must have."""
+        return E4M3 if self.has_scales else torch.bfloat16
 
     @property
     def is_masked(self) -> bool:
@@ -56,12 +69,15 @@ class GroupedInputs:
         return self.layout_name == "m_indices"
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors in the kernel's order."""
+        """The caller's tensors, in the kernel's order."""
+        if not self.has_scales:
+            return self.a, self.b, self.out, self.layout
         return self.a, self.sfa, self.b, self.sfb, self.out, self.layout
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
         """The callers' names and the tensors."""
-        names = ("a", "a_scales", "b", "b_scales", "out", self.layout_name)
+        scales = ("a_scales", "b_scales") if self.has_scales else ()
+        names = ("a", *scales[:1], "b", *scales[1:], "out", self.layout_name)
         return list(zip(names, self.tensors(), strict=True))
 
     def problem(self, num_sms: int) -> GemmProblem:
@@ -69,19 +85,25 @@ class GroupedInputs:
         (groups, n, k), rows = self.b.shape, self.a.shape[-2]
         m = min(max(self.expected_m, 1), rows) if self.is_masked else ceil_div(rows, groups)
         kind = "masked" if self.is_masked else "contiguous"
-        d_dtype = D_DTYPE_NAMES[self.out.dtype]
-        return GemmProblem(kind, m, n, k, groups=groups, d_dtype=d_dtype, num_sms=num_sms)
+        fields = implied({"recipe": self.recipe, "d_dtype": D_DTYPE_NAMES[self.out.dtype]})
+        return GemmProblem(kind, m, n, k, groups=groups, num_sms=num_sms, **fields)
 
 
-def unpack(
-    lhs: Any, rhs: Any, out: Any, layout: tuple[str, Any], expected_m: Any = 0
+def unpack(  # noqa: PLR0917, what a call gives, in that order
+    lhs: Any,
+    rhs: Any,
+    out: Any,
+    layout: tuple[str, Any],
+    expected_m: Any = 0,
+    recipe: str = "block",
 ) -> GroupedInputs:
     """GroupedInputs of (a, a_scales), (b, b_scales), out; UnsupportedInput for anything else."""
     for name, pair in (("a", lhs), ("b", rhs)):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             given = _describe(pair) if isinstance(pair, torch.Tensor) else type(pair).__name__
             raise UnsupportedInput(f"expected the pair ({name}, {name}_scales), got {given}")
-    x = GroupedInputs(lhs[0], lhs[1], rhs[0], rhs[1], out, layout[1], layout[0], expected_m)
+    tensors = (lhs[0], lhs[1], rhs[0], rhs[1], out, layout[1])
+    x = GroupedInputs(*tensors, layout[0], expected_m, recipe)
     for name, tensor in x.named():
         if not isinstance(tensor, torch.Tensor):
             raise UnsupportedInput(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
@@ -96,14 +118,14 @@ def check(x: GroupedInputs) -> None:
     For a wrong rank, type, shape, device or stride, and for an output that shares memory with
     another tensor.
     """
-    dims = 3 if x.is_masked else 2
-    for (name, tensor), rank in zip(x.named(), (dims, dims, 3, 3, dims, 1), strict=True):
+    for name, tensor in x.named():
+        rank = _rank_of(name, x)
         if tensor.layout != torch.strided or tensor.is_neg():
             kind = "a negated view" if tensor.is_neg() else str(tensor.layout)
             raise UnsupportedInput(f"{name} is {kind}: expected plain memory (torch.strided)")
         if tensor.dim() != rank:
             raise UnsupportedInput(f"{name} is {_describe(tensor)}: expected {_shape_of(name, x)}")
-        wanted = _dtypes_of(name)
+        wanted = _dtypes_of(name, x)
         if tensor.dtype not in wanted:
             expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in wanted)
             raise UnsupportedInput(f"{name} is {_describe(tensor)}: expected {expected}")
@@ -136,9 +158,15 @@ def _shape_of(name: str, x: GroupedInputs) -> str:
     }[name]
 
 
-def _dtypes_of(name: str) -> tuple[torch.dtype, ...]:
+def _rank_of(name: str, x: GroupedInputs) -> int:
+    if name.startswith("b"):
+        return 3
+    return 1 if name == x.layout_name else 3 if x.is_masked else 2
+
+
+def _dtypes_of(name: str, x: GroupedInputs) -> tuple[torch.dtype, ...]:
     if name in ("a", "b"):
-        return (E4M3,)
+        return (x.operand_dtype,)
     if name == "out":
         return tuple(D_DTYPE_NAMES)
     return (torch.float32,) if name.endswith("_scales") else (torch.int32,)
@@ -149,25 +177,29 @@ def _check_shapes(x: GroupedInputs) -> None:
     outer = [groups, m] if x.is_masked else [m]
     blocks = ceil_div(k, SCALE_BLOCK)
     layout = {"m_indices": m, "m_offsets": groups + 1, "masked_m": groups}[x.layout_name]
-    expected = (
-        [*outer, k],
-        [*outer, blocks],
-        [groups, n, k],
-        [groups, ceil_div(n, SCALE_BLOCK), blocks],
-        [*outer, n],
-        [layout],
-    )
-    for (name, tensor), shape in zip(x.named(), expected, strict=True):
+    expected = {
+        "a": [*outer, k],
+        "a_scales": [*outer, blocks],
+        "b": [groups, n, k],
+        "b_scales": [groups, ceil_div(n, SCALE_BLOCK), blocks],
+        "out": [*outer, n],
+        x.layout_name: [layout],
+    }
+    for name, tensor in x.named():
+        shape = expected[name]
         if list(tensor.shape) != shape:
             sizes = f"{_shape_of(name, x)} = {shape}, as b is {list(x.b.shape)}"
             raise UnsupportedInput(f"{name} is {_describe(tensor)}: expected {sizes}")
-    if max(groups, m, n, k) > MAX_EXTENT:
-        raise UnsupportedInput(f"groups={groups} m={m} n={n} k={k}: each at most {MAX_EXTENT}")
+    if max(groups, m, n, k * x.a.element_size()) > MAX_EXTENT:
+        raise UnsupportedInput(
+            f"groups={groups} m={m} n={n} k={k}: each, and the bytes of K, at most {MAX_EXTENT}"
+        )
     if n % 8:
         raise UnsupportedInput(f"N={n}: expected a multiple of 8; pad B to {round_up(n, 8)} rows")
-    if k % 16:
+    step = TMA_ALIGN_BYTES // x.a.element_size()
+    if k % step:
         raise UnsupportedInput(
-            f"K={k}: expected a multiple of 16; pad A and B to {round_up(k, 16)} columns"
+            f"K={k}: expected a multiple of {step}; pad A and B to {round_up(k, step)} columns"
         )
 
 

@@ -61,12 +61,22 @@ def register(contiguous: Callable[..., None], masked: Callable[..., None]) -> No
 
 def call(x: GroupedInputs) -> None:
     """The call through its operator, for tensors that stand for others."""
-    operands = (x.a, x.sfa, x.b, x.sfb, x.out)
+    kgen, operands = torch.ops.kgen, x.tensors()[:-1]
     if x.is_masked:
-        torch.ops.kgen.m_grouped_gemm_fp8_nt_masked(*operands, x.layout, x.expected_m)
+        masked = (
+            kgen.m_grouped_gemm_fp8_nt_masked
+            if x.has_scales
+            else kgen.m_grouped_bf16_gemm_nt_masked
+        )
+        masked(*operands, x.layout, x.expected_m)
         return
+    contiguous = (
+        kgen.m_grouped_gemm_fp8_nt_contiguous
+        if x.has_scales
+        else kgen.m_grouped_bf16_gemm_nt_contiguous
+    )
     layouts = (x.layout, None) if x.by_index else (None, x.layout)
-    torch.ops.kgen.m_grouped_gemm_fp8_nt_contiguous(*operands, *layouts)
+    contiguous(*operands, *layouts)
 
 
 def stand_for_others(x: GroupedInputs) -> bool:

@@ -1,29 +1,35 @@
 """What callers hand over: which tensors make one GEMM, which are refused, which must be copied.
 
-Takes the arguments of `gemm.gemm_fp8_nt`, gives their `Sizes` and the reasons why the kernel can
-not read some of them in place. Touches no data. Must not import cache, build or search.
+Takes the arguments of `gemm.gemm_fp8_nt`, or of `bf16.bf16_gemm_nt`, gives their `Sizes` and the
+reasons why the kernel can not read some of them in place. Touches no data. Must not import cache,
+build or search.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from kgen.errors import UnsupportedInput
 from kgen.problem import (
     MAX_EXTENT,
-    RECIPES,
     SCALE_BLOCK,
     TMA_ALIGN_BYTES,
     GemmProblem,
     ceil_div,
+    k_step,
     round_up,
     scale_shapes,
 )
-from kgen.reference import D_DTYPE_NAMES, OPERAND_DTYPE_NAMES
+from kgen.reference import D_DTYPE_NAMES, FP8_DTYPES, OPERAND_DTYPE_NAMES
+
+#: What scales of FP8 operands may belong to, in the order that their shapes are tried.
+FP8_RECIPES: Final = ("block", "row", "tensor")
+#: Stands for the scales of operands that have none, wherever those lie.
+NO_SCALES: Final = torch.empty(0, 0)
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Sizes:
             "dense",
             self.m,
             round_up(self.n, 8),
-            round_up(self.k, 16),
+            round_up(self.k, k_step(self.a_dtype)),
             recipe=self.recipe,
             a_dtype=self.a_dtype,
             b_dtype=self.b_dtype,
@@ -71,13 +77,24 @@ class Inputs:
     recipe: str | None = None
     fast_accum: bool = False
 
+    @property
+    def has_scales(self) -> bool:
+        """Whether operands are FP8; else BF16."""
+        return self.recipe != "none"
+
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The callers' names and the tensors."""
-        names = ("a", "a_scales", "b", "b_scales", "out", "bias")
+        scales = ("a_scales", "b_scales") if self.has_scales else ()
+        names = ("a", *scales[:1], "b", *scales[1:], "out", "bias")
         return zip(names, self.tensors(), strict=False)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors, in order; the bias last, if there is one."""
+        """The caller's tensors, in order; the bias last, if there is one."""
+        given = self.operands()
+        return given if self.has_scales else (self.a, self.b, *given[4:])
+
+    def operands(self) -> tuple[torch.Tensor, ...]:
+        """The tensors as kernels take them, scales that are none among them."""
         five = self.a, self.sfa, self.b, self.sfb, self.out
         return five if self.bias is None else (*five, self.bias)
 
@@ -95,12 +112,20 @@ def unpack(  # noqa: PLR0917, what a call gives, in that order
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             given = _describe(pair) if isinstance(pair, torch.Tensor) else type(pair).__name__
             raise UnsupportedInput(f"expected the pair ({name}, {name}_scales), got {given}")
-    if recipe is not None and recipe not in RECIPES:
+    if recipe is not None and recipe not in FP8_RECIPES:
         hint = "; scales of token and block casts are 'block'" if recipe == "token" else ""
-        raise UnsupportedInput(f"recipe={recipe!r}: expected one of {', '.join(RECIPES)}{hint}")
+        raise UnsupportedInput(f"recipe={recipe!r}: expected one of {', '.join(FP8_RECIPES)}{hint}")
     if not isinstance(fast_accum, bool):
         raise UnsupportedInput(f"fast_accum={fast_accum!r}: expected True or False")
-    inputs = Inputs(lhs[0], lhs[1], rhs[0], rhs[1], out, bias, recipe, fast_accum)
+    return _all_tensors(Inputs(lhs[0], lhs[1], rhs[0], rhs[1], out, bias, recipe, fast_accum))
+
+
+def unpack_bf16(a: Any, b: Any, out: Any, bias: Any = None) -> Inputs:
+    """The tensors of a call with BF16 operands; UnsupportedInput for anything else."""
+    return _all_tensors(Inputs(a, NO_SCALES, b, NO_SCALES, out, bias, "none"))
+
+
+def _all_tensors(inputs: Inputs) -> Inputs:
     for name, tensor in inputs.named():
         if not isinstance(tensor, torch.Tensor):
             raise UnsupportedInput(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
@@ -131,7 +156,7 @@ def check(x: Inputs) -> Sizes:
 
 def as_matrices(x: Inputs, recipe: str) -> Inputs:
     """The same call with scales of two dimensions, as `scale_shapes` says; views, no copies."""
-    if recipe == "block":
+    if recipe in ("block", "none"):
         return x
     if recipe == "tensor":
         return replace(x, sfa=x.sfa.view(1, 1), sfb=x.sfb.view(1, 1))
@@ -164,7 +189,11 @@ def _describe(tensor: torch.Tensor) -> str:
 def _check_dtypes(x: Inputs) -> None:
     casts = (("a", x.a, "per_token_cast_to_fp8"), ("b", x.b, "per_block_cast_to_fp8"))
     for name, tensor, cast in casts:
-        if tensor.dtype not in OPERAND_DTYPE_NAMES:
+        if not x.has_scales:
+            if tensor.dtype != torch.bfloat16:
+                hint = "; gemm_fp8_nt takes FP8" if tensor.dtype in FP8_DTYPES else ""
+                raise UnsupportedInput(f"{name} is {_describe(tensor)}: expected bfloat16{hint}")
+        elif tensor.dtype not in FP8_DTYPES:
             hint = (
                 f"; ({name}, {name}_scales) = {cast}({name})"
                 if tensor.dtype in D_DTYPE_NAMES
@@ -192,8 +221,10 @@ def _check_shapes(x: Inputs) -> Sizes:
         raise UnsupportedInput(
             f"a is {_describe(x.a)} and b is {_describe(x.b)}: expected [M, K] and [N, K]{hint}"
         )
-    if max(m, n, k) > MAX_EXTENT:
-        raise UnsupportedInput(f"m={m} n={n} k={k}: expected each at most {MAX_EXTENT}")
+    if max(m, n, k * x.a.element_size()) > MAX_EXTENT:
+        raise UnsupportedInput(
+            f"m={m} n={n} k={k}: expected each, and the bytes of K, at most {MAX_EXTENT}"
+        )
     if x.out.shape != (m, n):
         hint = "; it looks transposed: pass out[M, N]" if x.out.shape == (n, m) else ""
         raise UnsupportedInput(f"out is {_describe(x.out)}: expected [{m}, {n}]{hint}")
@@ -214,16 +245,18 @@ def _check_shapes(x: Inputs) -> Sizes:
 
 def _recipe_of(x: Inputs, m: int, n: int, k: int) -> str:
     """The recipe that the scales' shapes say. Where several fit they mean the same numbers."""
+    if not x.has_scales:
+        return "none"
     if x.fast_accum and x.recipe == "block":
         raise UnsupportedInput(
             "fast_accum=True with recipe='block': each 128 columns have scales of their own; "
             "leave it out"
         )
-    asked = RECIPES if x.recipe is None else (x.recipe,)
+    asked = FP8_RECIPES if x.recipe is None else (x.recipe,)
     for recipe in asked:
         if _fits(recipe, x, m, n, k) and not (x.fast_accum and recipe == "block"):
             return recipe
-    if asked != RECIPES and x.recipe != "block":
+    if asked != FP8_RECIPES and x.recipe != "block":
         of_a, of_b = ("[]", "[]") if x.recipe == "tensor" else (f"[{m}]", f"[{n}]")
         raise UnsupportedInput(
             f"a_scales is {_describe(x.sfa)} and b_scales is {_describe(x.sfb)}: expected {of_a} "

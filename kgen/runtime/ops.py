@@ -24,7 +24,7 @@ from torch.compiler import is_dynamo_compiling
 
 from kgen import quant
 from kgen.errors import UnsupportedInput
-from kgen.reference import D_DTYPE_NAMES, OPERAND_DTYPE_NAMES
+from kgen.reference import D_DTYPE_NAMES, FP8_DTYPES
 from kgen.runtime.cast_options import CastOptions, CastResult
 from kgen.runtime.operands import Inputs
 
@@ -59,37 +59,50 @@ _libraries: list[torch.library.Library] = globals().get("_libraries", [])
 
 def register(gemm: Gemm) -> None:
     """Define the GEMM's operators, once a process; `gemm` is what runs one."""
-    _define(
+    define(
         {
             "gemm_fp8_nt": lambda a, sfa, b, sfb, out, **options: gemm(
                 (a, sfa), (b, sfb), out, **options
             ),
             "mm_fp8_nt": _allocating(gemm),
             "get_col_major_tma_aligned_tensor": quant.col_major_tma_aligned_copy,
-        }
+        },
+        _SCHEMAS,
+        _FAKES,
     )
 
 
 def register_casts(cast: Cast) -> None:
     """Define the casts' operators, once a process; `cast(x, options)` runs one."""
-    _define({name: partial(made, cast) for name, made in _CASTS.items()})
+    define({name: partial(made, cast) for name, made in _CASTS.items()}, _SCHEMAS, _FAKES)
 
 
-def _define(kernels: dict[str, Callable[..., Any]]) -> None:
+def define(
+    kernels: dict[str, Callable[..., Any]],
+    schemas: dict[str, str],
+    fakes: dict[str, Callable[..., Any]],
+) -> None:
+    """Define operators of the library kgen, once a process, by what runs them on CPU and CUDA.
+
+    `schemas` and `fakes`, stand-ins for tensors without memory, by name; there may be more of them.
+    """
     if hasattr(torch.ops.kgen, next(iter(kernels))):
         return
     library: Any = torch.library.Library("kgen", "FRAGMENT")  # type: ignore[no-untyped-call]
     _libraries.append(library)
     for name, kernel in kernels.items():
-        library.define(name + _SCHEMAS[name])
+        library.define(name + schemas[name])
         for key in ("CPU", "CUDA"):
             library.impl(name, kernel, key)
         library.impl(name, without_gradient(name), "Autograd")
-        torch.library.register_fake(f"kgen::{name}", _FAKES[name], lib=library)
+        torch.library.register_fake(f"kgen::{name}", fakes[name], lib=library)
 
 
 def call_gemm(x: Inputs) -> None:
     """The GEMM through its operator, for tensors that stand for others."""
+    if not x.has_scales:
+        torch.ops.kgen.bf16_gemm_nt(x.a, x.b, x.out, bias=x.bias)
+        return
     options = {"bias": x.bias, "recipe": x.recipe, "fast_accum": x.fast_accum}
     torch.ops.kgen.gemm_fp8_nt(x.a, x.sfa, x.b, x.sfb, x.out, **options)
 
@@ -181,17 +194,19 @@ def without_gradient(name: str) -> Callable[..., Any]:
 
 def _fake_gemm(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, out: Tensor, **options: Any) -> None:
     _check_operands(a, sfa, b, sfb)
-    _check_bias(options.get("bias"), b, out.dtype)
-    _check(out.dim() == 2 and out.dtype in D_DTYPE_NAMES, "out", out, "BF16, FP16 or FP32 [M, N]")
+    check_bias(options.get("bias"), b, out.dtype)
+    check_that(
+        out.dim() == 2 and out.dtype in D_DTYPE_NAMES, "out", out, "BF16, FP16 or FP32 [M, N]"
+    )
     fits = out.shape[0] == a.shape[0] and out.shape[1] == b.shape[0]
-    _check(fits, "out", out, f"[{a.shape[0]}, {b.shape[0]}]")
+    check_that(fits, "out", out, f"[{a.shape[0]}, {b.shape[0]}]")
 
 
 def _fake_mm(
     a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, out_dtype: torch.dtype, **options: Any
 ) -> Tensor:
     _check_operands(a, sfa, b, sfb)
-    _check_bias(options.get("bias"), b, out_dtype)
+    check_bias(options.get("bias"), b, out_dtype)
     if out_dtype not in D_DTYPE_NAMES:
         raise UnsupportedInput(f"out_dtype={out_dtype}: expected bfloat16, float16 or float32")
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
@@ -229,21 +244,23 @@ _CASTS: Final[dict[str, Callable[..., Any]]] = {
 
 def _check_operands(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor) -> None:
     for name, tensor in (("a", a), ("b", b)):
-        good = tensor.dim() == 2 and tensor.dtype in OPERAND_DTYPE_NAMES
-        _check(good, name, tensor, "float8_e4m3fn or float8_e5m2 [rows, K]")
-    _check(b.shape[1] == a.shape[1], "b", b, f"[N, {a.shape[1]}], as a is {list(a.shape)}")
+        good = tensor.dim() == 2 and tensor.dtype in FP8_DTYPES
+        check_that(good, name, tensor, "float8_e4m3fn or float8_e5m2 [rows, K]")
+    check_that(b.shape[1] == a.shape[1], "b", b, f"[N, {a.shape[1]}], as a is {list(a.shape)}")
     for name, scales in (("a_scales", sfa), ("b_scales", sfb)):
         good = scales.dim() <= 2 and scales.dtype == torch.float32
-        _check(good, name, scales, "float32 with two dimensions at most")
+        check_that(good, name, scales, "float32 with two dimensions at most")
 
 
-def _check_bias(bias: Tensor | None, b: Tensor, dtype: torch.dtype) -> None:
+def check_bias(bias: Tensor | None, b: Tensor, dtype: torch.dtype) -> None:
+    """Raise UnsupportedInput unless a bias, if there is one, is [N] of this type, for b [N, K]."""
     if bias is not None:
         good = bias.dim() == 1 and bias.dtype == dtype and bias.shape[0] == b.shape[0]
-        _check(good, "bias", bias, f"{dtype}[{b.shape[0]}]")
+        check_that(good, "bias", bias, f"{dtype}[{b.shape[0]}]")
 
 
-def _check(good: Any, name: str, tensor: Tensor, expected: str) -> None:
+def check_that(good: Any, name: str, tensor: Tensor, expected: str) -> None:
+    """Raise UnsupportedInput unless `good`: what was given and what was expected."""
     # What is compared may be symbolic: asking becomes a guard of the compiled code.
     if not good:
         raise UnsupportedInput(

@@ -41,7 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cache.transfer cache.bundle_rows cache.suggest cache.census",
         "runtime.driver runtime.tma runtime.kernel runtime.grouped_kernel",
         "runtime.operands runtime.cast_options runtime.ops runtime.grouped_operands "
-        "runtime.grouped_ops",
+        "runtime.grouped_ops runtime.bf16_ops",
         "runtime.stats runtime.record",
         "runtime.guard",
     ),
@@ -57,7 +57,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "search.gpu_backend search.run search.session search.offline search.campaign search.tune "
         "search.recheck",
         "runtime.counting runtime.dispatch runtime.plain runtime.cast_launch runtime.casts "
-        "runtime.moe runtime.copies runtime.grouped runtime.gemm",
+        "runtime.moe runtime.copies runtime.grouped runtime.bf16 "
+        "runtime.gemm",
     ),
     ("bench",),  # nn, compat, serve: to come
     (
@@ -95,6 +96,8 @@ THIRD_PARTY: dict[str, set[str]] = {
     "runtime.grouped_operands": {"torch"},
     "runtime.grouped_ops": {"torch"},
     "runtime.grouped": {"torch"},
+    "runtime.bf16": {"torch"},
+    "runtime.bf16_ops": {"torch"},
     "measure": {"torch"},
     "search.strategy": {"optuna"},
     "search.gpu_body": {"torch"},
