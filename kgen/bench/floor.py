@@ -18,7 +18,8 @@ from kgen.compiler import Compiler, compile_source
 from kgen.device import Device
 from kgen.errors import WrongResult
 from kgen.measure import Call, Policy, Timing, measure_many
-from kgen.problem import D_DTYPE_BYTES, GemmProblem
+from kgen.problem import D_DTYPE_BYTES, OPERAND_DTYPE_BYTES, GemmProblem
+from kgen.reference import TORCH_OPERAND_DTYPES
 from kgen.runtime import driver
 from kgen.runtime.kernel import current_stream
 from kgen.verify import Verified
@@ -33,8 +34,8 @@ _VALUE_BYTES: Final = 1 << 20
 #: Makes a run of 13 ms at 1700 TFLOPS on 132 SMs: a rate that the clocks sustain.
 RATE_ITERATIONS: Final = 20_000
 RATE_THREADS: Final = 256
-#: Operations of one SM in one iteration: two warpgroups, four m64n256k32.
-_OPS_PER_ITERATION: Final = 2 * 4 * 2 * 64 * 256 * 32
+#: The end of a WGMMA's name, and of its arguments, by type of the operands.
+_WGMMA: Final = {"e4m3": ("k32.f32.e4m3.e4m3", ""), "bf16": ("k16.f32.bf16.bf16", ", 0, 0")}
 _CHECK_ITERATIONS: Final = 3
 #: Bound of a problem as shapes: which of the two terms is the larger.
 STREAM, TENSOR_CORES = "stream", "tensor cores"
@@ -49,28 +50,46 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True)
 class Floor:
-    """What was measured: microseconds to stream each (N, K), and TFLOPS sustained."""
+    """What was measured: microseconds to stream each (N, bytes of K), and the tensor cores' rate.
+
+    `rate` is the time of RATE_ITERATIONS on E4M3, `bf16_rate` that on BF16, if it was asked for.
+    """
 
     streams: dict[tuple[int, int], Timing]
     cuts: dict[tuple[int, int], tuple[int, int]]
     rate: Timing
     num_sms: int
+    bf16_rate: Timing | None = None
 
     @property
     def tflops(self) -> float:
         """The sustained rate of E4M3 products on random data."""
-        ops = self.num_sms * RATE_ITERATIONS * _OPS_PER_ITERATION
-        return ops / self.rate.median_us / 1e6
+        return self._tflops(self.rate, 1)
+
+    @property
+    def bf16_tflops(self) -> float:
+        """The same of BF16 products; raises ValueError where it was not measured."""
+        if self.bf16_rate is None:
+            raise ValueError("the rate of BF16 products was not measured")
+        return self._tflops(self.bf16_rate, 2)
+
+    def _tflops(self, rate: Timing, size: int) -> float:
+        ops = self.num_sms * RATE_ITERATIONS * _ops_per_iteration(size)
+        return ops / rate.median_us / 1e6
 
     def of(self, problem: GemmProblem) -> Bound:
         """max(stream + what A and D take beside it, operations at the sustained rate)."""
-        a_bytes = problem.groups * problem.m * problem.k
+        a_bytes = problem.groups * problem.m * problem.k * problem.operand_bytes
         stream_us = self.streams[weights_of(problem)].median_us
-        return floor_of(problem, stream_us, self.tflops, a_bytes)
+        tflops = self.bf16_tflops if problem.recipe == "none" else self.tflops
+        return floor_of(problem, stream_us, tflops, a_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, samples included."""
+        rate = self.bf16_rate
+        bf16 = {} if rate is None else {"bf16_tflops": self.bf16_tflops, "bf16_rate": _plain(rate)}
         return {
+            **bf16,
             "tflops": self.tflops,
             "rate": _plain(self.rate),
             "beside_tbps": BESIDE_TBPS,
@@ -82,8 +101,8 @@ class Floor:
 
 
 def weights_of(problem: GemmProblem) -> tuple[int, int]:
-    """Rows of all groups' weights together, and K: what must be streamed."""
-    return problem.groups * problem.n, problem.k
+    """Rows of all groups' weights together, and bytes of K: what must be streamed."""
+    return problem.groups * problem.n, problem.k * problem.operand_bytes
 
 
 def floor_of(problem: GemmProblem, stream_us: float, tflops: float, a_bytes: int) -> Bound:
@@ -95,12 +114,17 @@ def floor_of(problem: GemmProblem, stream_us: float, tflops: float, a_bytes: int
 
 
 def measure_floor(
-    weights: Iterable[tuple[int, int]], compiler: Compiler, policy: Policy, device: Device
+    weights: Iterable[tuple[int, int]],
+    compiler: Compiler,
+    policy: Policy,
+    device: Device,
+    *,
+    with_bf16: bool = False,
 ) -> Floor:
-    """Stream every (N, K) of `weights` and take the rate, on `cuda:0`.
+    """Stream every (N, bytes of K) of `weights` and take the rate, on `cuda:0`.
 
-    Raises CompileError, DriverError, WrongResult for a kernel that did not do its work, and
-    MeasureError.
+    `with_bf16`: the rate of BF16 as well. Raises CompileError, DriverError, WrongResult for a
+    kernel that did not do its work, and MeasureError.
     """
     kernels = {cut: stream_kernel(cut, compiler) for cut in STREAM_CUTS}
     streams: dict[tuple[int, int], Timing] = {}
@@ -110,8 +134,11 @@ def measure_floor(
         cut = min(timings, key=lambda one: timings[one].median_us)
         streams[n, k], cuts[n, k] = timings[cut], cut
         torch.cuda.empty_cache()
-    rate = _rate(rate_kernel(compiler), policy, device)
-    return Floor(streams, cuts, rate, device.num_sms)
+    rates = [
+        _rate(rate_kernel(compiler, dtype), dtype, policy, device)
+        for dtype in ("e4m3", "bf16")[: 1 + with_bf16]
+    ]
+    return Floor(streams, cuts, rates[0], device.num_sms, *rates[1:])
 
 
 # ----------------------------------------------------------------------------- sources
@@ -122,13 +149,15 @@ def stream_source(chunk_bytes: int, stages: int) -> str:
     return _source("stream.cu", kChunkBytes=chunk_bytes, kStages=stages)
 
 
-def rate_source() -> str:
-    """The tensor-core kernel, with its 128 accumulators written out."""
+def rate_source(dtype: str = "e4m3") -> str:
+    """The tensor-core kernel for "e4m3" or "bf16", with its 128 accumulators written out."""
     text = _source("rate.cu", kOperandBytes=_OPERAND_BYTES, kValueBytes=_VALUE_BYTES)
     names = ", ".join(f"%{i}" for i in range(128))
     operands = ", ".join(f'"+f"(d[{i}])' for i in range(128))
     head, kernel = text.split('extern "C"', 1)  # the comment above it names both words
+    types, layouts = _WGMMA[dtype]
     kernel = kernel.replace("ACCUMULATORS", names).replace("OPERANDS", operands)
+    kernel = kernel.replace("TYPES", types).replace("LAYOUTS", layouts)
     return f'{head}extern "C"{kernel}'
 
 
@@ -181,11 +210,10 @@ def stream_kernel(cut: tuple[int, int], compiler: Compiler) -> SmallKernel:
     return SmallKernel(text, "kgen_stream", compiler, threads=32, smem_bytes=chunk_bytes * stages)
 
 
-def rate_kernel(compiler: Compiler) -> SmallKernel:
-    """The tensor-core kernel."""
-    return SmallKernel(
-        rate_source(), "kgen_rate", compiler, threads=RATE_THREADS, smem_bytes=_OPERAND_BYTES
-    )
+def rate_kernel(compiler: Compiler, dtype: str = "e4m3") -> SmallKernel:
+    """The tensor-core kernel for operands of this type."""
+    text = rate_source(dtype)
+    return SmallKernel(text, "kgen_rate", compiler, threads=RATE_THREADS, smem_bytes=_OPERAND_BYTES)
 
 
 # ----------------------------------------------------------------------------- measurements
@@ -236,8 +264,11 @@ def stream_call(kernel: SmallKernel, weights: torch.Tensor, device: Device) -> C
     return bound(0)
 
 
-def _rate(kernel: SmallKernel, policy: Policy, device: Device, where: str = "cuda") -> Timing:
-    values = torch.randn(_VALUE_BYTES, device=where).to(torch.float8_e4m3fn)
+def _rate(
+    kernel: SmallKernel, dtype: str, policy: Policy, device: Device, where: str = "cuda"
+) -> Timing:
+    count = _VALUE_BYTES // OPERAND_DTYPE_BYTES[dtype]
+    values = torch.randn(count, device=where).to(TORCH_OPERAND_DTYPES[dtype])
     call = rate_call(kernel, values, device)
     # The least problem there is: this time is judged by no problem's bytes.
     verified = Verified(GemmProblem("dense", 1, 8, 16), 0.0, 0.0)
@@ -245,7 +276,8 @@ def _rate(kernel: SmallKernel, policy: Policy, device: Device, where: str = "cud
 
 
 def rate_call(kernel: SmallKernel, values: torch.Tensor, device: Device) -> Call:
-    """A call that multiplies `values` (E4M3, 1 MiB) RATE_ITERATIONS times, checked on ones.
+    """A call that multiplies `values` (1 MiB of the kernel's type) RATE_ITERATIONS times, checked
+    on ones.
 
     Raises WrongResult.
     """
@@ -263,7 +295,7 @@ def rate_call(kernel: SmallKernel, values: torch.Tensor, device: Device) -> Call
         return lambda: (operands, sums, call())[2]
 
     bound(ones, _CHECK_ITERATIONS, 1)()
-    expected = expected_sum(_CHECK_ITERATIONS)
+    expected = expected_sum(_CHECK_ITERATIONS, values.itemsize)
     if not bool((sums == expected).all()):
         wrong = int((sums != expected).sum())
         raise WrongResult(
@@ -272,9 +304,17 @@ def rate_call(kernel: SmallKernel, values: torch.Tensor, device: Device) -> Call
     return bound(values, RATE_ITERATIONS, 0)
 
 
-def expected_sum(iterations: int) -> float:
-    """What a thread's 128 accumulators of products of ones add up to: 4 x 32 a iteration each."""
-    return 128.0 * 4 * 32 * iterations
+def expected_sum(iterations: int, size: int = 1) -> float:
+    """What a thread's 128 accumulators of products of ones of `size` bytes add up to.
+
+    Each gets four times 32 bytes' an iteration.
+    """
+    return 128.0 * 4 * (32 // size) * iterations
+
+
+def _ops_per_iteration(size: int) -> int:
+    """Operations of one SM on elements of `size` bytes: two warpgroups, four m64n256, 32 bytes."""
+    return 2 * 4 * 2 * 64 * 256 * (32 // size)
 
 
 def _plain(timing: Timing) -> dict[str, Any]:

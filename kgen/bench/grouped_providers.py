@@ -84,7 +84,9 @@ class TorchLoop:
     reference_only = False
 
     def ready(self, case: GroupedCase) -> Ready:
-        """Raises RuntimeError for what cuBLASLt refuses."""
+        """Raises RuntimeError for what cuBLASLt refuses, ValueError for BF16 operands."""
+        if case.problem.recipe == "none":
+            raise ValueError("is for operands with scales")
         run, groups = case.full, case.problem.groups
         a, sfa, b, sfb = case.inputs(run)
         m = case.problem.m
@@ -111,21 +113,68 @@ class TorchLoop:
         return Ready(_verified(launch, case, run), call, details)
 
 
+class TorchGroupedMm:
+    """torch._grouped_mm on BF16 operands, the groups' ends told on the device."""
+
+    name = "torch grouped_mm"
+    reference_only = False
+
+    def ready(self, case: GroupedCase) -> Ready:
+        """Raises RuntimeError for what torch refuses or lacks, ValueError for another problem."""
+        if case.problem.recipe != "none" or case.problem.kind != "contiguous":
+            raise ValueError("is for contiguous groups of BF16 operands")
+        function = getattr(torch, "_grouped_mm", None)
+        if function is None:
+            raise RuntimeError(f"torch {torch.__version__} has no _grouped_mm")
+        a, b, ends = case.full.a, case.b.transpose(1, 2), case.by_offset.grouping.layout[1:]
+        return _torch_ready(case, lambda: function(a, b, offs=ends), "torch._grouped_mm")
+
+
+class TorchBmm:
+    """torch.bmm on BF16 operands: every row of every group, whatever the counts."""
+
+    name = "torch bmm"
+    reference_only = False
+
+    def ready(self, case: GroupedCase) -> Ready:
+        """Raises RuntimeError for what torch refuses, ValueError for another problem."""
+        if case.problem.recipe != "none" or case.problem.kind != "masked":
+            raise ValueError("is for masked groups of BF16 operands")
+        a, b = case.full.a, case.b.transpose(1, 2)
+        return _torch_ready(case, lambda: torch.bmm(a, b), "torch.bmm")
+
+
+def _torch_ready(case: GroupedCase, call: Callable[[], torch.Tensor], name: str) -> Ready:
+    if case.d_dtype != torch.bfloat16:
+        raise ValueError(f"writes bf16, not {case.problem.d_dtype}")
+
+    def launch(tensors: Any, by_index: bool) -> None:
+        tensors[4].copy_(call())
+
+    return Ready(_verified(launch, case, case.full), call, {"call": name})
+
+
 @dataclass(frozen=True)
 class GroupedPeer:
-    """A package with calls for grouped problems, by kind; see `grouped_peer`."""
+    """A package with calls for grouped problems, by kind; see `grouped_peer`.
+
+    `bf16_functions` are those for BF16 operands.
+    """
 
     name: str
     functions: dict[str, Function]
     details: dict[str, Any] = field(default_factory=dict)
     reference_only: bool = False
+    bf16_functions: dict[str, Function] = field(default_factory=dict)
 
     def ready(self, case: GroupedCase) -> Ready:
         """As in Provider; whatever the function raises becomes a RuntimeError with its name."""
         problem, run = case.problem, case.full
-        function = self.functions.get(problem.kind)
+        is_bf16 = problem.recipe == "none"
+        function = (self.bf16_functions if is_bf16 else self.functions).get(problem.kind)
         if function is None:
-            raise ValueError(f"the package has no call for kind {problem.kind}")
+            operands = " with BF16 operands" if is_bf16 else ""
+            raise ValueError(f"the package has no call for kind {problem.kind}{operands}")
         if problem.d_dtype != "bf16" or problem.num_sms:
             raise ValueError("writes bf16 on every SM")
         if problem.kind == "contiguous" and not run.grouping.by_index:
@@ -155,14 +204,20 @@ def _verified(launch: Any, case: GroupedCase, run: GroupedRun) -> Verified:
     return Verified(case.problem, *check_runs(launch, case, [(run, False)], untouched=False))
 
 
-def grouped_against(asked: Sequence[Against]) -> tuple[list[Provider], dict[str, str]]:
-    """Providers for what can be had, and the reason for each peer that can not."""
+def grouped_against(
+    asked: Sequence[Against], recipes: Sequence[str] = ("block",)
+) -> tuple[list[Provider], dict[str, str]]:
+    """Providers for what can be had, and the reason for each peer that can not.
+
+    Of torch's there are those for `recipes`.
+    """
     found: list[Provider] = []
     missing: dict[str, str] = {}
     for one in asked:
         try:
             if one.name == "torch":
-                found.append(TorchLoop())
+                found += [TorchLoop()] * ("block" in recipes)
+                found += [TorchGroupedMm(), TorchBmm()] * ("none" in recipes)
             elif one.folder is None:
                 missing[one.name] = "has no kernel for grouped problems"
             else:
@@ -179,6 +234,7 @@ def grouped_peer(name: str, module: ModuleType) -> GroupedPeer:
     Raises LookupError that names what was looked for.
     """
     found: dict[str, Function] = {}
+    bf16: dict[str, Function] = {}
     details: dict[str, Any] = {"version": str(getattr(module, "__version__", "unknown"))}
     for kind, calls in CALLS.items():
         for call, options in calls.items():
@@ -187,12 +243,17 @@ def grouped_peer(name: str, module: ModuleType) -> GroupedPeer:
                 found[kind] = _adapted(function, kind, options)
                 details[f"call_{kind}"] = call
                 break
-    if not found:
-        names = ", ".join(call for calls in CALLS.values() for call in calls)
+    for kind, call in BF16_CALLS.items():
+        function = getattr(module, call, None)
+        if callable(function):
+            bf16[kind] = _without_scales(function, kind)
+            details[f"call_bf16_{kind}"] = call
+    if not found and not bf16:
+        names = ", ".join([call for calls in CALLS.values() for call in calls])
         raise LookupError(f"the package in {module.__file__} has none of {names}")
     if callable(pdl := getattr(module, "set_pdl", None)):
         pdl(False)  # a launch must not begin inside the flush before it
-    return GroupedPeer(name, found, details)
+    return GroupedPeer(name, found, details, bf16_functions=bf16)
 
 
 def _adapted(function: Function, kind: str, options: dict[str, Any]) -> Function:
@@ -204,8 +265,21 @@ def _adapted(function: Function, kind: str, options: dict[str, Any]) -> Function
     return launch
 
 
+def _without_scales(function: Function, kind: str) -> Function:
+    def launch(*arguments: Any) -> None:
+        a, _, b, _, d, layout, expected_m = arguments
+        function(a, b, d, layout, *((expected_m,) if kind == "masked" else ()))
+
+    return launch
+
+
 #: Not to round the scales to powers of two, as newer versions do by default on newer GPUs.
 _AS_THEY_ARE: Final = {"disable_ue8m0_cast": True}
+#: By kind: the call for BF16 operands, which takes plain matrices.
+BF16_CALLS: Final = {
+    "contiguous": "m_grouped_bf16_gemm_nt_contiguous",
+    "masked": "m_grouped_bf16_gemm_nt_masked",
+}
 #: By kind and name of the call, newest first: what it is given beside the operands.
 CALLS: Final[dict[str, dict[str, dict[str, Any]]]] = {
     "contiguous": {

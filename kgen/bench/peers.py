@@ -20,6 +20,7 @@ from kgen.bench.providers import (
     Provider,
     Ready,
     TorchBlockwise,
+    TorchMatmul,
     TorchRecipe,
     TorchTensorwise,
     refuse_other_recipes,
@@ -37,18 +38,20 @@ OWN_NAME: Final = "deep_gemm"
 
 @dataclass(frozen=True)
 class FunctionPeer:
-    """A function that writes D in place, given contiguous operands and TMA-aligned scales.
+    """Functions that write D in place, given contiguous operands and TMA-aligned scales.
 
-    It sees A's scales with rows contiguous and their pitch the least multiple of 4, so that no
-    library has to convert them inside its time; with `row_major` each call makes that layout first.
+    `function` is for scales by block, `bf16` for BF16 operands; a package may have either. They see
+    A's scales with rows contiguous and their pitch the least multiple of 4, so that no library has
+    to convert them inside its time; with `row_major` each call makes that layout first.
     """
 
     name: str
-    function: Launch
+    function: Launch | None
     d_dtypes: frozenset[str] = frozenset({"bf16"})
     details: dict[str, Any] = field(default_factory=dict)
     reference_only: bool = False
     row_major: bool = False
+    bf16: Launch | None = None
 
     def from_row_major(self) -> FunctionPeer:
         """The same, from row-major scales, under a name that says so."""
@@ -59,9 +62,16 @@ class FunctionPeer:
         problem = case.problem
         if problem.d_dtype not in self.d_dtypes:
             raise ValueError(f"no {problem.d_dtype} output; it has {', '.join(self.d_dtypes)}")
-        refuse_other_recipes(case, "block")
-        if problem.bias or (problem.a_dtype, problem.b_dtype) != ("e4m3", "e4m3"):
-            raise ValueError("takes E4M3 operands and no bias")
+        is_bf16 = problem.recipe == "none"
+        function = self.bf16 if is_bf16 else self.function
+        if function is None:
+            raise ValueError(
+                "has a call for BF16 operands only" if self.bf16 else "no BF16 operands"
+            )
+        if not is_bf16:
+            refuse_other_recipes(case, "block")
+        if problem.bias or "e5m2" in (problem.a_dtype, problem.b_dtype):
+            raise ValueError("takes E4M3 or BF16 operands and no bias")
         if problem.num_sms:
             raise ValueError("takes every SM: a budget of SMs is not passed on")
 
@@ -69,26 +79,27 @@ class FunctionPeer:
             # The guarded D has a pitch of its own, which not every library takes.
             # New memory may hold another provider's right result.
             plain = torch.full_like(tensors[4], float("nan"), memory_format=torch.contiguous_format)
-            self._bind(*tensors[:4], plain)()
+            self._bind(function, *tensors[:4], plain)()
             tensors[4].copy_(plain)
 
         try:
             verified = verify_peer(launch, case)
             d = torch.empty(problem.m, problem.n, dtype=case.d_dtype, device=case.device)
-            return Ready(verified, self._bind(*case.inputs(problem.m), d), self.details)
+            call = self._bind(function, *case.inputs(problem.m), d)
+            return Ready(verified, call, self.details)
         except (KgenError, RuntimeError):
             raise
         except Exception as error:
             raise RuntimeError(words(error)) from error
 
-    def _bind(self, *tensors: torch.Tensor) -> Callable[[], None]:
+    def _bind(self, function: Launch, *tensors: torch.Tensor) -> Callable[[], None]:
         a, sfa, b, sfb, d = tensors
         aligned, given = column_major(sfa), sfa.contiguous()
 
         def call() -> None:
             if self.row_major:
                 aligned.copy_(given)
-            self.function(a, aligned, b, sfb, d)
+            function(a, aligned, b, sfb, d)
 
         return call
 
@@ -121,7 +132,8 @@ def _providers(asked: Against, row_major: bool, recipes: Sequence[str]) -> list[
         if "block" in recipes:
             found += [TorchBlockwise(), *([TorchBlockwise(row_major=True)] if row_major else [])]
             found.append(TorchTensorwise())
-        return found + [TorchRecipe(recipe) for recipe in ("row", "tensor") if recipe in recipes]
+        found += [TorchRecipe(recipe) for recipe in ("row", "tensor") if recipe in recipes]
+        return found + [TorchMatmul()] * ("none" in recipes)
     if asked.folder is not None:
         peer = package_peer(asked.name, import_as(asked.folder, asked.alias, OWN_NAME))
     else:
@@ -132,18 +144,24 @@ def _providers(asked: Against, row_major: bool, recipes: Sequence[str]) -> list[
 
 
 def package_peer(name: str, module: ModuleType) -> FunctionPeer:
-    """The peer that a package is, by the first call in CALLS that it has.
+    """The peer that a package is, by the first call in CALLS that it has, and BF16_CALL.
 
     Raises LookupError that names what was looked for.
     """
-    for call, adapt in CALLS.items():
-        function = getattr(module, call, None)
-        if callable(function):
-            if callable(pdl := getattr(module, "set_pdl", None)):
-                pdl(False)  # a launch must not begin inside the flush before it
-            details = {"call": call, "version": str(getattr(module, "__version__", "unknown"))}
-            return FunctionPeer(name, adapt(function), details=details)
-    raise LookupError(f"the package in {module.__file__} has none of {', '.join(CALLS)}")
+    there = [call for call in (*CALLS, BF16_CALL) if callable(getattr(module, call, None))]
+    if not there:
+        names = ", ".join((*CALLS, BF16_CALL))
+        raise LookupError(f"the package in {module.__file__} has none of {names}")
+    if callable(pdl := getattr(module, "set_pdl", None)):
+        pdl(False)  # a launch must not begin inside the flush before it
+    details = {"call": there[0], "version": str(getattr(module, "__version__", "unknown"))}
+    function, bf16 = None, None
+    if there[0] in CALLS:
+        function = CALLS[there[0]](getattr(module, there[0]))
+    if BF16_CALL in there:
+        bf16 = _without_scales(getattr(module, BF16_CALL))
+        details["call_bf16"] = BF16_CALL
+    return FunctionPeer(name, function, details=details, bf16=bf16)
 
 
 def _scales_as_they_are(function: Callable[..., object]) -> Launch:
@@ -164,6 +182,16 @@ def _pairs(function: Callable[..., object]) -> Launch:
     return launch
 
 
+def _without_scales(function: Callable[..., object]) -> Launch:
+    def launch(*tensors: torch.Tensor) -> None:
+        a, _, b, _, d = tensors
+        function(a, b, d)
+
+    return launch
+
+
+#: The call for BF16 operands, which takes plain matrices.
+BF16_CALL: Final = "bf16_gemm_nt"
 #: By the name of the call, newest first: how it is made. Both take pairs of matrix and scales.
 CALLS: Final[dict[str, Callable[[Callable[..., object]], Launch]]] = {
     "fp8_gemm_nt": _scales_as_they_are,

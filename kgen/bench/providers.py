@@ -19,6 +19,8 @@ from kgen.runtime.dispatch import Dispatcher
 from kgen.runtime.kernel import current_stream
 from kgen.verify import Verified, verify, verify_peer
 
+#: Of BF16 products cuBLAS may round the partial sums of a split K to BF16 before it adds them.
+MATMUL_LIMIT: Final = 1e-2
 #: With scales by row or by tensor torch may sum all of K in the tensor core, cut to 13 fraction
 #: bits.
 SCALED_LIMIT: Final = 5e-2
@@ -168,10 +170,41 @@ class TorchRecipe:
         return call
 
 
+class TorchMatmul:
+    """torch.matmul on BF16 operands, or torch.addmm with a bias (cuBLAS)."""
+
+    name = "torch matmul"
+    reference_only = False
+
+    def ready(self, case: Case) -> Ready:
+        """Raises RuntimeError for what torch refuses, ValueError for another recipe or output."""
+        refuse_other_recipes(case, "none")
+        if case.d_dtype != torch.bfloat16:
+            raise ValueError(f"writes bf16, not {case.problem.d_dtype}")
+
+        def launch(*tensors: torch.Tensor) -> None:
+            tensors[4].copy_(self._call(tensors[:4], case)())
+
+        verified = verify_peer(launch, case, MATMUL_LIMIT)
+        return Ready(verified, self._call(case.inputs(case.problem.m), case))
+
+    @staticmethod
+    def _call(tensors: tuple[torch.Tensor, ...], case: Case) -> Callable[[], torch.Tensor]:
+        a, _, b, _ = tensors
+        d = torch.empty(a.shape[0], b.shape[0], dtype=a.dtype, device=a.device)
+        for bias in case.bias:
+            return lambda: torch.addmm(bias, a, b.t(), out=d)
+        return lambda: torch.matmul(a, b.t(), out=d)
+
+
 def refuse_other_recipes(case: Case, recipe: str) -> None:
     """Raises ValueError where the problem's recipe is another one."""
     if case.problem.recipe != recipe:
-        raise ValueError(f"takes scales by {recipe}, not by {case.problem.recipe}")
+        words = {"none": "BF16 operands without scales"}
+        wanted, given = (
+            words.get(name, f"scales by {name}") for name in (recipe, case.problem.recipe)
+        )
+        raise ValueError(f"takes {wanted}, not {given}")
 
 
 class TorchTensorwise:

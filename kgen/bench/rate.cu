@@ -1,6 +1,7 @@
-// How fast do the tensor cores multiply E4M3? Two warpgroups a CTA, each m64n256k32 after m64n256k32 on the
-// same 64 KB of shared memory, nothing promoted. With `check` every thread's accumulators are added up.
-// The host puts the 128 accumulators in place of ACCUMULATORS (names) and OPERANDS (constraints).
+// How fast do the tensor cores multiply? Two warpgroups a CTA, each WGMMA after WGMMA of 64x256 and 32 bytes of
+// K on the same 64 KB of shared memory, nothing promoted. With `check` every thread's accumulators are added up.
+// The host puts the 128 accumulators in place of ACCUMULATORS (names) and OPERANDS (constraints), and the
+// operands' type in place of TYPES (shape along K, types) and LAYOUTS.
 
 extern "C" __global__ void __launch_bounds__(256, 1)
     kgen_rate(const uint4* values, u32 iterations, float* sums, u32 check) {
@@ -22,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
 #pragma unroll
         for (u32 k = 0; k < 4; ++k)
             asm volatile(
-                "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {ACCUMULATORS}, %128, %129, 1, 1, 1;"
+                "wgmma.mma_async.sync.aligned.m64n256TYPES {ACCUMULATORS}, %128, %129, 1, 1, 1LAYOUTS;"
                 : OPERANDS
                 : "l"(a + 2 * k), "l"(b + 2 * k));
         wgmma_commit();

@@ -151,10 +151,10 @@ def run_bench(
     by_kind: dict[bool, Sequence[Provider]] = {}
     missing: dict[str, str] = {}
     for is_grouped in sorted({problem.is_grouped for problem in problems}):
+        recipes = tuple(dict.fromkeys(p.recipe for p in problems if p.is_grouped == is_grouped))
         if is_grouped:
-            by_kind[True], reasons = _grouped_providers(dispatcher, asked)
+            by_kind[True], reasons = _grouped_providers(dispatcher, asked, recipes)
         else:
-            recipes = tuple(dict.fromkeys(p.recipe for p in problems if not p.is_grouped))
             by_kind[False], reasons = _dense_providers(dispatcher, asked, row_major, recipes)
         missing |= reasons
     for name, reason in missing.items():
@@ -191,10 +191,10 @@ def _dense_providers(
 
 
 def _grouped_providers(
-    dispatcher: Dispatcher, asked: Sequence[Against]
+    dispatcher: Dispatcher, asked: Sequence[Against], recipes: Sequence[str]
 ) -> tuple[list[Provider], dict[str, str]]:
     """Row-major scales of grouped problems are not timed."""
-    peers, missing = grouped_against(asked)
+    peers, missing = grouped_against(asked, recipes)
     own: list[Provider] = [GroupedKgen(dispatcher), GroupedKgen(dispatcher, by_offset=True)]
     return [*own, *peers], missing
 
@@ -203,7 +203,11 @@ def _floor(
     problems: Sequence[GemmProblem], settings: Settings, policy: Policy, device: Device
 ) -> Floor:
     compiler = default_compiler(settings, driver_version())
-    return measure_floor([weights_of(p) for p in problems], compiler, policy, device)
+    weights, with_bf16 = (
+        [weights_of(p) for p in problems],
+        any(p.recipe == "none" for p in problems),
+    )
+    return measure_floor(weights, compiler, policy, device, with_bf16=with_bf16)
 
 
 def bench_problem(

@@ -37,8 +37,9 @@ Timed is what the runtime would launch: the database's winner, else the model's 
 is verified before it is timed, and all calls of a problem alternate in one process. Needs a
 Hopper GPU; a problem that the fallback would answer is not timed, and the exit code is 1.
 
-Peers: torch (torch._scaled_mm, blockwise and with one scale per tensor), triton (a plain kernel),
-and NAME=DIR, a package in a folder with DeepGEMM's fp8_gemm_nt or gemm_fp8_fp8_bf16_nt; several
+Peers: torch (torch._scaled_mm, blockwise and with one scale per tensor; for BF16 torch.matmul,
+torch._grouped_mm and torch.bmm), triton (a plain kernel), and NAME=DIR, a package in a folder with
+DeepGEMM's fp8_gemm_nt or gemm_fp8_fp8_bf16_nt, bf16_gemm_nt, or their grouped calls; several
 versions of one library may stand side by side under names of yours. The best peer of a problem is
 the fastest that solves the same problem."""
 

@@ -208,7 +208,7 @@ def test_bench() -> None:
         assert {"kgen", peer} <= set(row.timings), row.notes
         assert row.floor is not None
     assert found.floor is not None
-    assert 500 < found.floor.tflops_of("bf16") < 0.7 * found.floor.tflops_of("e4m3")
+    assert 500 < found.floor.bf16_tflops < 0.7 * found.floor.tflops
 
 
 # ---------------------------------------------------------------------------- public calls

@@ -162,7 +162,7 @@ def test_floor_and_peers_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
     one = Timing("cold", 6.5, 6.5, 6.5, (6.5,))
 
-    def measure_floor(weights: list[tuple[int, int]], *rest: object) -> Floor:
+    def measure_floor(weights: list[tuple[int, int]], *rest: object, **_: object) -> Floor:
         asked.extend(weights)
         return Floor(dict.fromkeys(weights, one), dict.fromkeys(weights, (16384, 12)), one, 132)
 

@@ -9,12 +9,11 @@
 // cluster_n = 1
 // split_k = 1
 // b_eviction = evict_normal
-// d_staging = own
 // raster_along = m
 // raster_group = 8
 // baked_dims = nk
 // sass_pass = none
-// Body SHA-256: 469df976bf2959fe609265e3e3f8f0b09ed30edaa415a41e4f21ec0cd5c6b945
+// Body SHA-256: 19b0b3acfddf9864bd0bc01452ad5130dab3c6be678bf0716e8848347dbf2602
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -380,13 +379,6 @@ struct Stage {
             index = 0;
             parity ^= 1;
         }
-    }
-
-    // As often as there are K blocks.
-    __device__ __forceinline__ void skip(u32 blocks) {
-        const u32 past = index + blocks;
-        index = past % kNumStages;
-        parity ^= past / kNumStages & 1;
     }
 };
 

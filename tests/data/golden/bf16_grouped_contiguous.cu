@@ -9,12 +9,11 @@
 // cluster_n = 2
 // split_k = 1
 // b_eviction = evict_normal
-// d_staging = own
 // raster_along = m
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 2757554a98b208587abca4d1a3078bf6438da6c99b0199a65f6a68d9d77381dc
+// Body SHA-256: ac36d3d334d72cffee97907faf2ffda843cd520980ef3e92a753e4db42e13e98
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -606,13 +605,6 @@ struct Stage {
             index = 0;
             parity ^= 1;
         }
-    }
-
-    // As often as there are K blocks.
-    __device__ __forceinline__ void skip(u32 blocks) {
-        const u32 past = index + blocks;
-        index = past % kNumStages;
-        parity ^= past / kNumStages & 1;
     }
 };
 

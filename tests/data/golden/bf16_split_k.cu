@@ -9,12 +9,11 @@
 // cluster_n = 1
 // split_k = 4
 // b_eviction = evict_normal
-// d_staging = own
 // raster_along = m
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 321970fedac604055c65000604578c13eaab43d6b364db7153843ca80e693df4
+// Body SHA-256: c1e4bff931e0897f6963369ad0cc9062f88cd8c3c2433d6b336ebd913aac79d6
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -375,13 +374,6 @@ struct Stage {
             index = 0;
             parity ^= 1;
         }
-    }
-
-    // As often as there are K blocks.
-    __device__ __forceinline__ void skip(u32 blocks) {
-        const u32 past = index + blocks;
-        index = past % kNumStages;
-        parity ^= past / kNumStages & 1;
     }
 };
 
