@@ -100,7 +100,7 @@ def test_shipped_shapes() -> None:
     assert all(p.recipe == "none" for p in problems)
     scaled = {str(line.problem) for line in load_shapes("deepseek_v3").lines}
     dense = [p for p in problems if p.kind == "dense"]
-    fp8 = {"recipe": "block", "a_dtype": "e4m3", "b_dtype": "e4m3"}
+    fp8: dict[str, Any] = {"recipe": "block", "a_dtype": "e4m3", "b_dtype": "e4m3"}
     assert {str(replace(p, **fp8)) for p in dense} <= scaled
     assert len([p for p in dense if p.m == 4096]) == 7
     assert {p.kind for p in problems} == {"dense", "contiguous", "masked"}
