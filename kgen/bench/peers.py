@@ -24,6 +24,7 @@ from kgen.bench.providers import (
     TorchRecipe,
     TorchTensorwise,
     refuse_other_recipes,
+    refuse_without_scales,
 )
 from kgen.bench.summary import ROW_MAJOR
 from kgen.cases import Case, Launch, column_major
@@ -62,6 +63,8 @@ class FunctionPeer:
         problem = case.problem
         if problem.d_dtype not in self.d_dtypes:
             raise ValueError(f"no {problem.d_dtype} output; it has {', '.join(self.d_dtypes)}")
+        if self.row_major:
+            refuse_without_scales(case)
         is_bf16 = problem.recipe == "none"
         function = self.bf16 if is_bf16 else self.function
         if function is None:

@@ -65,6 +65,8 @@ class Kgen:
 
     def ready(self, case: Case) -> Ready:
         """Raises LaunchError where the runtime would fall back to the reference."""
+        if self._row_major:
+            refuse_without_scales(case)
         plan = self._dispatcher.plan(case.problem)
         if plan.kernel is None or plan.choice is None:
             raise LaunchError(f"{case.problem}: the fallback would answer, because {plan.reason}")
@@ -168,6 +170,12 @@ class TorchRecipe:
             )
 
         return call
+
+
+def refuse_without_scales(case: Case) -> None:
+    """Raises ValueError where there are no scales that could lie in another layout."""
+    if case.problem.recipe == "none":
+        raise ValueError("BF16 operands have no scales")
 
 
 class TorchMatmul:

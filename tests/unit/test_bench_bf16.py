@@ -108,6 +108,8 @@ def test_packages_are_known_by_their_calls() -> None:
     assert peer.details["call_bf16"] == "bf16_gemm_nt"
     with pytest.raises(ValueError, match="BF16 operands only"):
         peer.ready(Case(GemmProblem("dense", 5, 16, 256), "cpu"))
+    with pytest.raises(ValueError, match="BF16 operands have no scales"):
+        peer.from_row_major().ready(Case(DENSE, "cpu"))
     older = package_peer("dg", package(fp8_gemm_nt=print))
     with pytest.raises(ValueError, match="no BF16 operands"):
         older.ready(Case(DENSE, "cpu"))
