@@ -183,7 +183,7 @@ class Seal:
     """Made over tensors that no kernel may write to; tells whether one did."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._tensors = [*tensors]
+        self._tensors = [tensor for tensor in tensors if tensor.numel()]
         self._sums = self._add_up()
 
     def is_broken(self) -> bool:

@@ -27,7 +27,7 @@ from kgen.search.plan import floor_us
 from kgen.shapes import load_shapes, parse_line, parse_problem
 from kgen.space import valid_configs
 from kgen.validity import why_invalid
-from kgen.verify import check_exact, check_random, limit_of, shared_growths, verify
+from kgen.verify import Seal, check_exact, check_random, limit_of, shared_growths, verify
 from tests.unit import simulated
 from tests.unit.simulated import tensor_core
 
@@ -302,6 +302,21 @@ def test_exact_rows_and_columns_differ_from_their_neighbours() -> None:
         assert bool((a[rows:, 0] != a[:-rows, 0]).all())
     for columns in (1, 2, 4, 8, 16, 24, 32, 64, 96, 128, 192, 256):
         assert bool((b[columns:, 0] != b[:-columns, 0]).all())
+
+
+def test_seals_see_writes_into_inputs() -> None:
+    """Over scales that are none as well, as the search's child makes them."""
+    case = Case(replace(PLAIN, bias=True), CPU)
+    shared = [growth.constants() for growth in shared_growths(Case(replace(PLAIN, k=8), CPU))]
+    grouped = GroupedCase(GemmProblem("masked", 3, 16, 72, groups=2, **BF16_FIELDS), CPU)
+    seal = Seal(itertools.chain(case.constants(), *shared, grouped.constants()))
+    assert not seal.is_broken()
+    for victim in (case.a, case.b, grouped.b[0], grouped.full.a[0]):
+        before = victim.clone()
+        victim[0, 1] += 1
+        assert seal.is_broken()
+        victim.copy_(before)
+        assert not seal.is_broken()
 
 
 # ------------------------------------------------------------------------------- grouped

@@ -14,7 +14,7 @@ from kgen.config import GemmConfig
 from kgen.device import H200, Device
 from kgen.errors import DriverError, GpuMissing, MeasureError, Untunable, WrongResult
 from kgen.measure import DEFAULT_POLICY, Timing
-from kgen.problem import GemmProblem
+from kgen.problem import BF16_FIELDS, GemmProblem
 from kgen.reference import gemm_reference
 from kgen.runtime import driver
 from kgen.search import gpu_backend, gpu_body
@@ -49,7 +49,8 @@ class FakeLaunch:
 
     def run(self, stream: int) -> None:
         a, sfa, b, sfb, d = self.tensors
-        d.copy_(gemm_reference(a, sfa, b, sfb, d.dtype) + self.kernel.offset)
+        recipe = "none" if a.dtype == torch.bfloat16 else "block"
+        d.copy_(gemm_reference(a, sfa, b, sfb, d.dtype, recipe=recipe) + self.kernel.offset)
 
 
 def timing(median_us: float, spread_us: float = 0.1) -> Timing:
@@ -155,6 +156,16 @@ def test_a_stray_write_while_timed_is_a_fault(body: GpuBody, timer: Timer) -> No
     timer.results = [{"k": timing(10.0)}]
     with pytest.raises(DriverError, match="the candidate wrote outside its output"):
         body.time(("k",), "cold")
+
+
+def test_bf16_operands_are_verified_and_timed(body: GpuBody, timer: Timer) -> None:
+    """Scales that are none, in inputs and in the seal over them."""
+    body.open(GemmProblem("dense", 5, 136, 72, **BF16_FIELDS))
+    assert 0 < body.verify(cubin()) < 4e-3
+    timer.results = [{"k": timing(10.0)}]
+    assert body.time(("k",), "cold")[0].median_us == 10.0
+    with pytest.raises(WrongResult):
+        body.verify(cubin(offset=1000.0))
 
 
 def test_the_next_problem_forgets_the_last_one(body: GpuBody) -> None:
