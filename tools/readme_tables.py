@@ -31,6 +31,7 @@ from kgen.bench.summary import (
     speedup,
     worst,
 )
+from kgen.problem import GemmProblem
 
 ROOT: Final = Path(__file__).parents[1]
 _TABLE: Final = re.compile(r"(<!-- table:([\w-]+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
@@ -57,9 +58,11 @@ def _origin(results: dict[str, Any]) -> str:
         f"`{results['command']}`, {how}, median of {policy['rounds']} alternating calls."
     ]
     if floor := results.get("floor"):
+        rates = {"": floor["tflops"], " on BF16": floor.get("bf16_tflops")}
+        rate = " and ".join(f"{tflops:.0f}{what}" for what, tflops in rates.items() if tflops)
         lines.append(
             f"Floor: the weights' streaming time, measured in the same run, with A and D at "
-            f"{floor['beside_tbps']:g} TB/s, or the operations at {floor['tflops']:.0f} TFLOPS, "
+            f"{floor['beside_tbps']:g} TB/s, or the operations at {rate} TFLOPS, "
             "the rate the tensor cores sustained; the larger counts."
         )
     if missing := results.get("missing"):
@@ -98,16 +101,16 @@ def _rows(results: dict[str, Any]) -> str:
 
 
 def _own_cells(row: Row) -> list[str]:
-    problem, own = row["problem"], row["providers"].get(KGEN, {})
-    cells = [str(problem[name]) for name in ("m", "n", "k")]
+    problem, own = GemmProblem(**row["problem"]), row["providers"].get(KGEN, {})
+    cells = [str(size) for size in (problem.m, problem.n, problem.k)]
     if "median_us" not in own:
         return cells + ["–"] * 4
     return [
         *cells,
         f"**{_us(own['median_us'])}**",
         f"{_us(own['p10_us'])}–{_us(own['p90_us'])}",
-        f"{2 * problem['m'] * problem['n'] * problem['k'] / own['median_us'] / 1e6:.0f}",
-        f"{_bytes(problem) / own['median_us'] / 1e3:.0f}",
+        f"{problem.flops / own['median_us'] / 1e6:.0f}",
+        f"{problem.min_bytes / own['median_us'] / 1e3:.0f}",
     ]
 
 
@@ -124,14 +127,6 @@ def _best_cells(row: Row, peers: Sequence[str]) -> list[str]:
 def _cells(row: Row, name: str) -> list[str]:
     time, ratio = median_us(row, name), speedup(row, name)
     return [_us(time) if time else "–", f"{ratio:.2f}" if ratio else "–"]
-
-
-def _bytes(problem: dict[str, Any]) -> int:
-    """Operands, scales and D, once."""
-    m, n, k = (problem[name] for name in ("m", "n", "k"))
-    d_bytes = 4 if problem["d_dtype"] == "fp32" else 2
-    scales = 4 * (m + -(-n // 128)) * -(-k // 128)
-    return int(m * k + n * k + scales + d_bytes * m * n)
 
 
 def _us(value: float) -> str:
