@@ -157,6 +157,10 @@ class GemmProblem:
         """The same problem with another number of rows."""
         return replace(self, m=m)
 
+    def with_num_sms(self, num_sms: int) -> GemmProblem:
+        """The same problem under another budget of SMs."""
+        return replace(self, num_sms=num_sms)
+
     def __str__(self) -> str:
         """The shapes line that stands for this problem; fields at their default are left out."""
         parts = [self.kind, f"m={self.m}", f"n={self.n}", f"k={self.k}"]

@@ -201,9 +201,9 @@ class Dispatcher:
 
 
 def _how_to_warm(problem: GemmProblem) -> str:
-    if problem.is_grouped:
-        return "run the same call once"
     sizes = f"m={problem.m}, n={problem.n}, k={problem.k}"
+    if problem.kind != "dense":
+        sizes += f', kind="{problem.kind}", groups={problem.groups}'
     return f"run the same call once, or kgen.runtime.gemm.warm_up({sizes}, ...)"
 
 

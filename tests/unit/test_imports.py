@@ -57,7 +57,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "search.gpu_backend search.run search.session search.offline search.campaign search.tune "
         "search.recheck",
         "runtime.counting runtime.dispatch runtime.plain runtime.cast_launch runtime.casts "
-        "runtime.moe runtime.copies runtime.grouped runtime.gemm",
+        "runtime.moe runtime.copies runtime.calls runtime.grouped runtime.gemm",
     ),
     ("bench",),  # nn, compat, serve: to come
     (
@@ -106,6 +106,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "runtime.casts": {"torch"},
     "runtime.moe": {"torch"},
     "runtime.copies": {"torch"},
+    "runtime.calls": {"torch"},
     "runtime.guard": {"torch"},
     "runtime.dispatch": {"torch"},
     "runtime.gemm": {"torch"},
