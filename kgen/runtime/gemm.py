@@ -41,9 +41,17 @@ from kgen.runtime.casts import (
     per_row_cast_to_fp8,
     per_tensor_cast_to_fp8,
     per_token_cast_to_fp8,
+    transpose_block_cast,
 )
 from kgen.runtime.copies import copy_reasons, is_worth_turning, run_with_copies
 from kgen.runtime.counting import count_reference
+from kgen.runtime.dgrad import (
+    check_directions,
+    m_grouped_dgrad_gemm_fp8_fp8_bf16_nt_contiguous,
+    m_grouped_dgrad_gemm_fp8_fp8_bf16_nt_masked,
+    m_grouped_dgrad_gemm_fp8_nt_contiguous,
+    m_grouped_dgrad_gemm_fp8_nt_masked,
+)
 from kgen.runtime.dispatch import Plan
 from kgen.runtime.grouped import (
     get_m_alignment_for_contiguous_layout,
@@ -60,6 +68,8 @@ from kgen.runtime.stats import KgenWarning
 
 __all__ = [
     "KgenWarning",
+    "dgrad_gemm_fp8_fp8_bf16_nt",
+    "dgrad_gemm_fp8_nt",
     "gemm_fp8_fp8_bf16_nt",
     "gemm_fp8_nt",
     "get_col_major_tma_aligned_tensor",
@@ -67,6 +77,10 @@ __all__ = [
     "get_num_sms",
     "is_batch_invariant",
     "last_path",
+    "m_grouped_dgrad_gemm_fp8_fp8_bf16_nt_contiguous",
+    "m_grouped_dgrad_gemm_fp8_fp8_bf16_nt_masked",
+    "m_grouped_dgrad_gemm_fp8_nt_contiguous",
+    "m_grouped_dgrad_gemm_fp8_nt_masked",
     "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous",
     "m_grouped_gemm_fp8_fp8_bf16_nt_masked",
     "m_grouped_gemm_fp8_nt_contiguous",
@@ -83,6 +97,7 @@ __all__ = [
     "set_batch_invariant",
     "set_num_sms",
     "stats",
+    "transpose_block_cast",
     "warm_up",
 ]
 
@@ -177,6 +192,39 @@ def gemm_fp8_fp8_bf16_nt(
             "other outputs"
         )
     gemm_fp8_nt(lhs, rhs, out)
+
+
+def dgrad_gemm_fp8_nt(
+    grad: tuple[torch.Tensor, torch.Tensor],
+    weight_t: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    *,
+    recipe: str | None = None,
+    fast_accum: bool = False,
+) -> None:
+    """Write dX = dY · W, the input's gradient of Y = X · Wᵀ, into `out`, by W transposed.
+
+    grad            (dY [M, N], its scales), cast as A of `gemm_fp8_nt` is
+    weight_t        (Wᵀ [K, N], its scales), cast as B is: `per_block_cast_to_fp8(w,
+                    transposed=True)`, or `kgen.runtime.casts.transpose_block_cast` of a cast W
+    out [M, K]      BF16, FP16 or FP32
+
+    It is `gemm_fp8_nt` of these, with its other choices and errors; a there is dY here, b is Wᵀ.
+    Operands that are not transposed as this says raise UnsupportedInput, which names the cast; only
+    with N = K, or M = N, can nobody see it.
+    """
+    check_directions(grad, weight_t, out)
+    gemm_fp8_nt(grad, weight_t, out, recipe=recipe, fast_accum=fast_accum)
+
+
+def dgrad_gemm_fp8_fp8_bf16_nt(
+    grad: tuple[torch.Tensor, torch.Tensor],
+    weight_t: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+) -> None:
+    """`dgrad_gemm_fp8_nt` with a BF16 output."""
+    check_directions(grad, weight_t, out)
+    gemm_fp8_fp8_bf16_nt(grad, weight_t, out)
 
 
 def warm_up(

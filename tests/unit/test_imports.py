@@ -40,8 +40,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cache.liveness cache.sqlite cache.rows cache.schema cache.connect cache.db "
         "cache.transfer cache.bundle_rows cache.suggest cache.census",
         "runtime.driver runtime.tma runtime.kernel runtime.grouped_kernel",
-        "runtime.operands runtime.cast_options runtime.ops runtime.grouped_operands "
-        "runtime.grouped_ops",
+        "runtime.operands runtime.cast_options runtime.ops runtime.cast_out runtime.moe_ops "
+        "runtime.grouped_operands runtime.grouped_ops",
         "runtime.stats runtime.record",
         "runtime.guard",
     ),
@@ -56,8 +56,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "search.plan search.gpu_worker search.compile_pool search.builder search.gpu_body "
         "search.gpu_backend search.run search.session search.offline search.campaign search.tune "
         "search.recheck",
-        "runtime.counting runtime.dispatch runtime.plain runtime.cast_launch runtime.casts "
-        "runtime.moe runtime.copies runtime.calls runtime.grouped runtime.gemm",
+        "runtime.counting runtime.dispatch runtime.plain runtime.cast_launch "
+        "runtime.turn runtime.swiglu runtime.casts runtime.routing "
+        "runtime.moe runtime.copies runtime.calls runtime.grouped runtime.dgrad "
+        "runtime.gemm",
     ),
     ("bench",),  # nn, compat, serve: to come
     (
@@ -95,6 +97,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "runtime.grouped_operands": {"torch"},
     "runtime.grouped_ops": {"torch"},
     "runtime.grouped": {"torch"},
+    "runtime.dgrad": {"torch"},
     "measure": {"torch"},
     "search.strategy": {"optuna"},
     "search.gpu_body": {"torch"},
@@ -103,6 +106,11 @@ THIRD_PARTY: dict[str, set[str]] = {
     "runtime.cast_options": {"torch"},
     "runtime.plain": {"torch"},
     "runtime.cast_launch": {"torch"},
+    "runtime.turn": {"torch"},
+    "runtime.swiglu": {"torch"},
+    "runtime.routing": {"torch"},
+    "runtime.cast_out": {"torch"},
+    "runtime.moe_ops": {"torch"},
     "runtime.casts": {"torch"},
     "runtime.moe": {"torch"},
     "runtime.copies": {"torch"},
