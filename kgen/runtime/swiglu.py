@@ -107,8 +107,8 @@ def swiglu_backward(
     x [M, 2H] is what the forward pass took, BF16, FP16 or FP32; grad [M, H] of x's type;
     row_weights FP32 [M] or None. All in FP32 in between, rounded once; with s = 1 / (1 + e^-gate)
     the gate's gradient is grad · weight · up · s · (1 + gate · (1 - s)). A row's grad_weights is a
-    sum over H in one order. What a weight gradient needs, `hidden`, costs no pass of its own here. The
-    kernel's e^x is within 2 units in the last place. Raises UnsupportedInput.
+    sum over H in one order. `hidden`, which the next weight's gradient needs, costs no pass of its
+    own here. The kernel's e^x is within 2 units in the last place. Raises UnsupportedInput.
     """
     _check_halves(x)
     if x.dim() != 2 or x.dtype not in INPUT_DTYPES:
