@@ -44,7 +44,7 @@ def check_out(out: Any, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dt
                 f"out's {name} have strides {tuple(tensor.stride())}, expanded over one value: "
                 "expected memory for each element"
             )
-        has_memory = not (x.is_meta or ops.any_stands_for_another(x, tensor))
+        has_memory = not (x.is_meta or ops.is_traced(x, tensor))
         if has_memory and share_memory(tensor, x):
             raise UnsupportedInput(
                 f"out's {name} share memory with x: expected memory of their own"

@@ -148,10 +148,10 @@ def _pair(x: torch.Tensor, recipe: str, *, transposed: bool = False, **choices: 
 def _groups(x: torch.Tensor, *, transposed: bool = False, **choices: Any) -> Pair:
     """Block casts of x [G, N, K]: one of its rows together where no block has two groups' rows."""
     groups, n, k = x.shape
-    blocks = ceil_div(n, SCALE_BLOCK)
+    blocks = ceil_div(n, SCALE_BLOCK), ceil_div(k, SCALE_BLOCK)
     if n % SCALE_BLOCK == 0 or groups <= 1:
         values, scales = _pair(x.reshape(groups * n, k), "block", **choices)
-        pair = values.view(groups, n, k), scales.view(groups, blocks, -1)
+        pair = values.view(groups, n, k), scales.view(groups, *blocks)
     else:
         pairs = [_pair(group, "block", **choices) for group in x]
         stacked = torch.stack([values.view(torch.uint8) for values, _ in pairs])

@@ -104,8 +104,10 @@ def _spec(vector: bool, vector_t: bool) -> Spec:
 
 
 def _reference(values: torch.Tensor, scales: torch.Tensor) -> Pair:
-    turned = values.view(torch.uint8).transpose(-1, -2).contiguous()
-    return turned.view(values.dtype), scales.transpose(-1, -2).contiguous()
+    turned = (t.transpose(-1, -2) for t in (values.view(torch.uint8), scales))
+    # Clones: of one row or column, transposed, contiguous() gives the same memory.
+    values_t, scales_t = (t.clone(memory_format=torch.contiguous_format) for t in turned)
+    return values_t.view(values.dtype), scales_t
 
 
 moe_ops.register({"transpose_block_cast": lambda *weight: transpose_block_cast(weight)})
