@@ -126,7 +126,7 @@ def test_the_layer_of_the_example() -> None:
 
 def test_the_layer_waits_for_nothing_and_is_captured() -> None:
     """Forward and backward in one CUDA graph; a replay with other choices is right for those."""
-    layer = moe_layer.make_layer([70, 0, 131, 55], 512, 384, 2, torch.device("cuda"))
+    layer = moe_layer.make_layer([70, 0, 120, 66], 512, 384, 2, torch.device("cuda"))
     weights = moe_layer.cast_weights(layer.gate_up, layer.down)
     ids = layer.topk_ids.clone()
 

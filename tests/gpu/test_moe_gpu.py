@@ -160,15 +160,18 @@ def test_swiglu_with_weights_of_rows() -> None:
     "shape", [(128, 256), (144, 1032), (130, 13), (1, 1), (3, 200, 136), (8, 2816, 2048)]
 )
 def test_turned_weights(shape: tuple[int, ...]) -> None:
-    """Every byte and scale moved, also out of a larger matrix; nothing beside them is written."""
+    """Every byte and scale moved, also out of a larger matrix."""
     generator = torch.Generator().manual_seed(sum(shape))
     values = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
     blocks = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
     pair = values.view(torch.float8_e4m3fn), torch.rand(blocks, generator=generator)
     by_both(lambda *pair: c.transpose_block_cast(pair), *pair)
     part = shape[-1] // 2 + 1
-    cut = pair[0][..., :part], pair[1][..., : -(-part // 128)]
-    by_both(lambda *pair: c.transpose_block_cast(pair), *cut)
+
+    def cut(values: torch.Tensor, scales: torch.Tensor) -> Any:
+        return c.transpose_block_cast((values[..., :part], scales[..., : -(-part // 128)]))
+
+    by_both(cut, *pair)
 
 
 def test_weights_turned_or_cast_turned_are_the_same() -> None:
