@@ -20,7 +20,7 @@ from torch.compiler import is_dynamo_compiling
 
 from kgen.device import Device
 from kgen.errors import KgenError, UnsupportedInput, UsageError
-from kgen.problem import RECIPES, GemmProblem
+from kgen.problem import DENSE_RECIPES, GemmProblem
 from kgen.quant import E4M3
 from kgen.reference import D_DTYPE_NAMES, OPERAND_DTYPE_NAMES, gemm_reference_into
 from kgen.runtime import grouped, ops
@@ -316,10 +316,10 @@ def plan_for(
     for name, dtype in (("a_dtype", a_dtype), ("b_dtype", b_dtype)):
         if dtype not in OPERAND_DTYPE_NAMES:
             raise UnsupportedInput(f"{name}={dtype}: expected float8_e4m3fn or float8_e5m2")
-    if recipe not in RECIPES or (fast_accum and recipe == "block"):
+    if recipe not in DENSE_RECIPES or (fast_accum and recipe == "block"):
         raise UnsupportedInput(
             f"recipe={recipe!r} with fast_accum={fast_accum}: expected one of "
-            f"{', '.join(RECIPES)}, and fast_accum for row and tensor only"
+            f"{', '.join(DENSE_RECIPES)}, and fast_accum for row and tensor only"
         )
     torch_device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     ordinal = hopper_ordinal(torch_device)
