@@ -35,6 +35,9 @@ MIN_ROWS_ONE_LOAD_WARP: Final = 256
 #: warpgroup each thread has 255 at launch, the most an instruction can name: no setmaxnreg, and
 #: ptxas is seen to spill in places above 248.
 REGISTER_SPLIT: Final = {1: (248, 248), 2: (40, 232), 3: (32, 160)}
+#: Registers of a math thread that neither sums nor products of scales made ahead may take (recipe
+#: "vector"): with fewer ptxas makes them later again, behind the wait.
+AHEAD_SPARE_REGISTERS: Final = 24
 #: A contiguous group may start at any row, and TMA reads from multiples of 16 bytes only, else the
 #: kernel dies of an illegal instruction: scales of A are loaded from a multiple of 4 rows on.
 SFA_SLACK_ROWS: Final = 4
@@ -179,8 +182,9 @@ def queue_slot_bytes(kind: str) -> int:
 
 def ahead_groups(config: GemmConfig, num_waves: int) -> int:
     """Groups of 8 columns whose products of scales fit into registers while WGMMAs run."""
-    import os
-    return int(os.environ.get("AHEAD", "0"))
+    free = REGISTER_SPLIT[config.num_math_warpgroups][1] - AHEAD_SPARE_REGISTERS
+    free -= num_accumulator_registers(config, num_waves, fast_accum=False)
+    return max(0, min(config.block_n // 8, free // 4))
 
 
 def num_b_scales(block_n: int) -> int:

@@ -26,7 +26,8 @@ from kgen.measure import Timing, measure_many, policy_named
 from kgen.problem import GemmProblem
 from kgen.reference import TORCH_D_DTYPES
 from kgen.runtime import driver
-from kgen.runtime.grouped_kernel import KERNELS, GroupedKernel
+from kgen.runtime.grouped_kernel import GroupedKernel
+from kgen.runtime.kernels import KERNELS
 from kgen.runtime.kernel import Kernel, Launch, current_stream
 from kgen.search.gpu_worker import Hello, Measured
 from kgen.verify import Seal, Verified, shared_growths, verify

@@ -18,9 +18,9 @@ from kgen.problem import GemmProblem, ceil_div
 from kgen.quant import get_col_major_tma_aligned_tensor
 from kgen.render import problem_class, render
 from kgen.runtime import driver
+from kgen.runtime.kernels import KERNELS
 from kgen.runtime.grouped_kernel import (
     GROUPED_ARGS_BYTES,
-    KERNELS,
     ContiguousKernel,
     GroupedKernel,
     MaskedKernel,

@@ -42,9 +42,21 @@ __device__ __forceinline__ void tma_store(const TensorMap* map, u32 source, u32 
                  : "memory");
 }
 
-// Two neighbouring columns of D.
-__device__ __forceinline__ void add_pair(float* d, float x, float y) {
-    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(d), "f"(x), "f"(y) : "memory");
+// Two neighbouring columns of D, where `valid`; a predicate, since the compiler makes a branch of an if.
+__device__ __forceinline__ void add_pair(float* d, float x, float y, bool valid = true) {
+    asm volatile(
+        "{\n.reg .pred valid;\nsetp.ne.u32 valid, %3, 0;\n"
+        "@valid red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};\n}" ::"l"(d),
+        "f"(x), "f"(y), "r"(static_cast<u32>(valid))
+        : "memory");
+}
+
+__device__ __forceinline__ void write_pair(float* d, float x, float y, bool valid) {
+    asm volatile(
+        "{\n.reg .pred valid;\nsetp.ne.u32 valid, %3, 0;\n"
+        "@valid st.global.v2.f32 [%0], {%1, %2};\n}" ::"l"(d),
+        "f"(x), "f"(y), "r"(static_cast<u32>(valid))
+        : "memory");
 }
 
 __device__ __forceinline__ float2 load_shared_float2(u32 address) {
