@@ -246,8 +246,8 @@ class ExactCase:
 
     Under the recipes "row" and "tensor" A's values carry 2^s, which leaves their sums exact in the
     13 fraction bits of the tensor cores; column(j) = j % 13 under "row" and "vector", and under
-    "tensor" row and column are 0. A bias is zero but in the last launch, which has one of few bits that FP32
-    adds to D exactly.
+    "tensor" row and column are 0. A bias is zero but in the last launch, which has one of few bits
+    that FP32 adds to D exactly.
     """
 
     #: FP16: 63 * 2^(16 + 12) * 2^-18 = 64512, and a quarter of the least bit is 2^-20.

@@ -74,8 +74,8 @@ class GemmConfig:
     split_k                CTAs of a cluster that share one tile's K range and add up in order
     b_eviction             what L2 does with B, "evict_first" or "evict_normal": B that is read once
                            need not displace others, which a cold L2 would have to write back
-    d_staging              where D waits for its store: in memory of its "own", or nowhere, "direct":
-                           FP32 goes from registers to D (weight gradients only)
+    d_staging              where D waits for its store: in memory of its "own", or nowhere: FP32
+                           goes "direct" from registers to D (weight gradients only)
     raster_along           dimension walked first within a strip of tiles
     raster_group           blocks of that dimension in a strip
     baked_dims             "nk": N and K are constants of the source; "none": arguments

@@ -104,7 +104,8 @@ class GemmProblem:
         if self.fast_accum and self.recipe in BY_K_RECIPES:
             raise UsageError(
                 f"fast_accum=true: recipe={self.recipe} scales each 128 columns by themselves, so "
-                "their sums have to leave the tensor cores; leave it out, or take recipe=row or tensor"
+                "their sums have to leave the tensor cores; leave it out, or take recipe=row or "
+                "tensor"
             )
         plain = (self.recipe, self.a_dtype, self.b_dtype, self.bias) == (
             "block",
@@ -231,9 +232,9 @@ OPTIONAL: Final[dict[str, Any]] = {
 }
 #: What of them is another default under a kind: a weight's gradient is FP32, scaled by vectors, and
 #: added to D.
-KIND_DEFAULTS: Final[dict[str, dict[str, Any]]] = dict.fromkeys(
-    WGRAD_KINDS, {"recipe": "vector", "d_dtype": "fp32", "accumulate": True}
-)
+KIND_DEFAULTS: Final[dict[str, dict[str, Any]]] = {
+    kind: {"recipe": "vector", "d_dtype": "fp32", "accumulate": True} for kind in WGRAD_KINDS
+}
 
 
 def defaults_of(kind: str) -> dict[str, Any]:

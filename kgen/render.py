@@ -23,7 +23,15 @@ from kgen.problem import BY_K_RECIPES, D_DTYPE_BYTES, OPTIONAL, GemmProblem
 
 ENTRY = "kgen_gemm"
 #: Fields of a problem that its source depends on, whatever the configuration.
-_CLASS_FIELDS: Final = ("recipe", "a_dtype", "b_dtype", "d_dtype", "bias", "fast_accum", "accumulate")
+_CLASS_FIELDS: Final = (
+    "recipe",
+    "a_dtype",
+    "b_dtype",
+    "d_dtype",
+    "bias",
+    "fast_accum",
+    "accumulate",
+)
 _SCALED: Final = {
     "block": "block-scaled",
     "row": "row-scaled",

@@ -23,7 +23,7 @@ from kgen.errors import KgenError, UnsupportedInput, UsageError
 from kgen.problem import DENSE_RECIPES, GemmProblem
 from kgen.quant import E4M3
 from kgen.reference import D_DTYPE_NAMES, OPERAND_DTYPE_NAMES, gemm_reference_into
-from kgen.runtime import grouped, ops
+from kgen.runtime import grouped, ops, wgrad
 from kgen.runtime.casts import (
     per_block_cast_to_fp8,
     per_row_cast_to_fp8,
@@ -52,6 +52,10 @@ from kgen.runtime.operands import Inputs, Sizes, as_matrices, check, unpack
 from kgen.runtime.ops import dispatch_modes, get_col_major_tma_aligned_tensor
 from kgen.runtime.record import RECORDER
 from kgen.runtime.stats import KgenWarning, Stats
+from kgen.runtime.wgrad import (
+    k_grouped_wgrad_gemm_fp8_fp8_fp32_nt,
+    wgrad_gemm_fp8_fp8_fp32_nt,
+)
 from kgen.settings import Settings, batch_invariant_by_default
 
 __all__ = [
@@ -62,6 +66,7 @@ __all__ = [
     "get_m_alignment_for_contiguous_layout",
     "get_num_sms",
     "is_batch_invariant",
+    "k_grouped_wgrad_gemm_fp8_fp8_fp32_nt",
     "last_path",
     "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous",
     "m_grouped_gemm_fp8_fp8_bf16_nt_masked",
@@ -80,6 +85,7 @@ __all__ = [
     "set_num_sms",
     "stats",
     "warm_up",
+    "wgrad_gemm_fp8_fp8_fp32_nt",
 ]
 
 #: Launches kept ready, by their tensors' addresses and the output's shape; about 2 KB each.
@@ -350,6 +356,7 @@ def reload() -> None:
         _dispatchers.clear()
         _prepared.clear()
         grouped.forget()
+        wgrad.forget()
     RECORDER.reopen()
 
 
@@ -492,6 +499,7 @@ def _after_fork() -> None:
     _dispatchers.clear()
     _prepared.clear()
     grouped.forget()
+    wgrad.forget()
 
 
 def _ready(tensors: tuple[torch.Tensor, ...], ordinal: int, launch: Launch) -> _Ready:
@@ -505,15 +513,15 @@ def _set_path(path: str) -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 ops.register(gemm_fp8_nt)
-grouped.attach(
-    grouped.Host(
-        hopper_ordinal=lambda device: hopper_ordinal(device),  # noqa: PLW0108, tests replace it
-        plan=_plan_of,
-        budget=lambda: _Policy.num_sms,
-        ready=_ready,
-        run=_run,
-        count_turned=lambda: _stats.add_reason("copies", "a_scales: row-major"),
-        fall_back=_fall_back,
-        set_path=_set_path,
-    )
+_HOST: Final = grouped.Host(
+    hopper_ordinal=lambda device: hopper_ordinal(device),  # noqa: PLW0108, tests replace it
+    plan=_plan_of,
+    budget=lambda: _Policy.num_sms,
+    ready=_ready,
+    run=_run,
+    count_turned=lambda: _stats.add_reason("copies", "a_scales: row-major"),
+    fall_back=_fall_back,
+    set_path=_set_path,
 )
+grouped.attach(_HOST)
+wgrad.attach(_HOST)

@@ -183,10 +183,19 @@ class Launch:
     Holds addresses, not tensors: it stays right as long as the same memory holds the operands.
     """
 
-    __slots__ = ("_args", "_calls", "_cluster", "_grid", "_kept", "_kernel", "_params", "_params_at")
+    __slots__ = (
+        "_args",
+        "_calls",
+        "_cluster",
+        "_grid",
+        "_kept",
+        "_kernel",
+        "_params",
+        "_params_at",
+    )
 
     def __init__(
-        self, kernel: Kernel, args: AlignedBuffer, grid: int, kept: torch.Tensor | None = None
+        self, kernel: Kernel, args: AlignedBuffer, grid: int, kept: tuple[torch.Tensor, ...] = ()
     ) -> None:
         """`kept`: memory of the launch's own that its arguments point to."""
         self._kernel, self._args, self._grid, self._kept = kernel, args, grid, kept

@@ -14,8 +14,8 @@ import torch
 
 from kgen.errors import UnsupportedInput
 from kgen.problem import (
-    MAX_EXTENT,
     DENSE_RECIPES,
+    MAX_EXTENT,
     SCALE_BLOCK,
     TMA_ALIGN_BYTES,
     GemmProblem,
@@ -97,7 +97,9 @@ def unpack(  # noqa: PLR0917, what a call gives, in that order
             raise UnsupportedInput(f"expected the pair ({name}, {name}_scales), got {given}")
     if recipe is not None and recipe not in DENSE_RECIPES:
         hint = "; scales of token and block casts are 'block'" if recipe == "token" else ""
-        raise UnsupportedInput(f"recipe={recipe!r}: expected one of {', '.join(DENSE_RECIPES)}{hint}")
+        raise UnsupportedInput(
+            f"recipe={recipe!r}: expected one of {', '.join(DENSE_RECIPES)}{hint}"
+        )
     if not isinstance(fast_accum, bool):
         raise UnsupportedInput(f"fast_accum={fast_accum!r}: expected True or False")
     inputs = Inputs(lhs[0], lhs[1], rhs[0], rhs[1], out, bias, recipe, fast_accum)

@@ -108,45 +108,56 @@ class KGroupedKernel(Kernel):
     ) -> Launch:
         """Pack the arguments for (a, sfa, b, sfb, d), on at most `num_sms` SMs (0: all).
 
-        a [M, K], sfa [M, K/128], b [N, K], sfb [N, K/128], d [G, M, N] FP32: the first ks[0] columns
-        are those of the first group, and so on; what columns behind the last group's hold has no
-        influence. `ks`: G multiples of 128, up to 128 numbers, or an int32 tensor [G] on the
-        device, which is read by the kernel alone. With `flat`, for numbers only, a and b have one
+        a [M, K], sfa [M, K/128], b [N, K], sfb [N, K/128], d [G, M, N] FP32: the first ks[0]
+        columns are those of the first group, and so on; what columns behind the last group's hold has no
+        influence. `ks`: G multiples of 128, numbers, or an int32 tensor [G] on the device, which
+        is read by the kernel alone. With `flat`, for numbers only, a and b have one
         dimension: each group's [M, ks[g]], and [N, ks[g]], one after another; the scales are as
         before. Addresses and pitches as in `WgradKernel.prepare`. Raises UnsupportedInput for
-        other tensors, LaunchError for `flat` while a CUDA graph is captured, since its tensor maps
-        are copied to the device here.
+        other tensors, LaunchError while a CUDA graph is captured for `flat`, whose tensor maps are
+        copied to the device here, and for more than 128 numbers.
         """
         a, sfa, b, sfb, d = tensors
         groups = len(ks)
         if d.dim() != 3 or d.shape[0] != groups:
-            raise UnsupportedInput(f"d is {list(d.shape)}: expected [{groups}, M, N] for {groups} ks")
+            raise UnsupportedInput(
+                f"d is {list(d.shape)}: expected [{groups}, M, N] for {groups} ks"
+            )
         args = AlignedBuffer(WGRAD_ARGS_BYTES)
         if not d.shape[0] or not d.shape[1]:
             return Launch(self, args, 0)
-        maps = None
+        kept, maps_at, ks_at, own = [], 0, 0, [0] * MAX_OWN_KS
         if flat:
             if isinstance(ks, torch.Tensor):
                 raise UnsupportedInput("ks is a tensor: matrices of each group need numbers")
-            maps = self._maps_of_groups(a, b, d, ks)
+            kept.append(_copied(self._maps_of_groups(a, b, d, ks), a.device))
+            maps_at = kept[0].data_ptr()
             # What stands in for them: a matrix of all columns, of which no map is read.
             columns = sum(ks)
             a, b = (x.view(-1, columns) for x in (a, b))
         o = _operands((a, sfa, b, sfb, d[0]), self.problem, None)
         o.pack_into(args, self.resources, self.problem.d_dtype)
         r = self.resources
-        map_of(self.problem.d_dtype, d, r.d_box, r.d_swizzle_bytes).encode_into(args.address + MAP_D)
-        on_device, own = (ks.data_ptr(), []) if isinstance(ks, torch.Tensor) else (0, list(ks))
-        own += [0] * (MAX_OWN_KS - len(own))
-        maps_at = 0 if maps is None else maps.data_ptr()
-        args.write(_MORE_AT, _MORE.pack(on_device, maps_at, d.stride(0), groups, *own))
+        map_of(self.problem.d_dtype, d, r.d_box, r.d_swizzle_bytes).encode_into(
+            args.address + MAP_D
+        )
+        if isinstance(ks, torch.Tensor):
+            ks_at = ks.data_ptr()
+        elif groups > MAX_OWN_KS:
+            kept.append(_copied(torch.tensor(ks, dtype=torch.int32), a.device))
+            ks_at = kept[-1].data_ptr()
+        else:
+            own[:groups] = ks
+        args.write(_MORE_AT, _MORE.pack(ks_at, maps_at, d.stride(0), groups, *own))
         _, m, n = d.shape
         problem = GemmProblem.of(
             self.kind, m, n, max(o.a.cols, SCALE_BLOCK), groups=groups, num_sms=num_sms
         )
-        return Launch(self, args, grid_size(problem, self.config, self.device), maps)
+        return Launch(self, args, grid_size(problem, self.config, self.device), tuple(kept))
 
-    def run_k_grouped(self, tensors: Tensors, ks: Ks, *, num_sms: int = 0, flat: bool = False) -> None:
+    def run_k_grouped(
+        self, tensors: Tensors, ks: Ks, *, num_sms: int = 0, flat: bool = False
+    ) -> None:
         """Prepare and run on the current stream of the kernel's device."""
         launch = self.prepare_k_grouped(tensors, ks, num_sms=num_sms, flat=flat)
         with torch.cuda.device(self.ordinal):
@@ -155,12 +166,7 @@ class KGroupedKernel(Kernel):
     def _maps_of_groups(
         self, a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, ks: Sequence[int]
     ) -> torch.Tensor:
-        """On the device, a tensor map of A and one of B for each group."""
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise LaunchError(
-                "flat operands while a CUDA graph is captured: run the same call once before, "
-                "or give a as [M, K] and b as [N, K]"
-            )
+        """A tensor map of A and one of B for each group; none where it has no columns."""
         r = self.resources
         host = AlignedBuffer(2 * len(ks) * TENSOR_MAP_BYTES)
         starts = [0, *accumulate(ks)]
@@ -172,8 +178,19 @@ class KGroupedKernel(Kernel):
                     address = x.data_ptr() + rows * starts[group]
                     at = host.address + (2 * group + i) * TENSOR_MAP_BYTES
                     TensorMap("uint8", address, (k, rows), k, box, 128).encode_into(at)
-        # From pageable memory: the driver has taken the bytes when this returns.
-        return torch.frombuffer(bytearray(bytes(host)), dtype=torch.uint8).to(a.device, non_blocking=True)
+        return torch.frombuffer(bytearray(bytes(host)), dtype=torch.uint8)
+
+
+def _copied(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Values on the device, without waiting; raises LaunchError while a CUDA graph is captured."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise LaunchError(
+            "flat operands, or more than 128 ks as numbers, while a CUDA graph is captured, which "
+            "would copy from memory that is gone at its replay: run the same call once before, or "
+            "give a as [M, K], b as [N, K] and ks as a tensor"
+        )
+    # From pageable memory: the driver has taken the bytes when this returns.
+    return host.to(device, non_blocking=True)
 
 
 def _operands(
