@@ -30,7 +30,7 @@ from kgen.cases import (
     tile_sums,
 )
 from kgen.problem import SCALE_BLOCK, GemmProblem
-from kgen.reference import dequantize_a, full_fp32
+from kgen.reference import TORCH_OPERAND_DTYPES, dequantize_a, full_fp32
 
 #: Computes D in place on the current stream, as `runtime.wgrad_kernel` takes its tensors:
 #: launch((a, sfa, b, sfb, d), ks), ks numbers or an int32 tensor.
@@ -156,8 +156,8 @@ class KGroupedCase:
     ) -> KGroupedRun:
         """Groups of these columns, with `behind` K blocks of NaN behind the last."""
         used = sum(ks)
-        a, sfa = self._operand(m, used, behind)
-        b, sfb = self._operand(n, used, behind)
+        a, sfa = self._operand(m, used, behind, self.problem.a_dtype)
+        b, sfb = self._operand(n, used, behind, self.problem.b_dtype)
         references: list[torch.Tensor | None] = []
         for end, k in zip(accumulate(ks), ks, strict=True):
             columns, blocks = (
@@ -172,17 +172,20 @@ class KGroupedCase:
                 references.append(dequantize_a(a[:, columns], sfa[:, blocks]) @ wide.T)
         return KGroupedRun(name, tuple(ks), a, sfa, b, sfb, tuple(references))
 
-    def _operand(self, rows: int, used: int, behind: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _operand(
+        self, rows: int, used: int, behind: int, dtype: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        fp8 = TORCH_OPERAND_DTYPES[dtype]
         columns = used + behind * SCALE_BLOCK
         x = torch.full((rows, columns), _NAN, dtype=torch.uint8, device=self.device)
         scales = torch.full((rows, columns // SCALE_BLOCK), torch.nan, device=self.device)
         if used:
-            some = random_fp8(rows, used, self._generator)
+            some = random_fp8(rows, used, self._generator, fp8)
             x[:, :used] = some.view(torch.uint8)
             scales[:, : used // SCALE_BLOCK] = random_scales(
                 rows, used // SCALE_BLOCK, 1.0, self._generator
             )
-        return x.view(torch.float8_e4m3fn), column_major(scales)
+        return x.view(fp8), column_major(scales)
 
     @cached_property
     def output(self) -> GuardedOutput:
@@ -227,7 +230,8 @@ class KGroupedExact:
         self.ks = [block * SCALE_BLOCK for block in blocks]
         k = max(sum(self.ks), SCALE_BLOCK)
         m, n = min(p.m, UNEVEN_M), min(p.n, UNEVEN_N)
-        self._exact = ExactCase(GemmProblem.of("wgrad", m, n, k), case.device)
+        dtypes = {"a_dtype": p.a_dtype, "b_dtype": p.b_dtype}
+        self._exact = ExactCase(GemmProblem.of("wgrad", m, n, k, **dtypes), case.device)
         self.num_passes = self._exact.num_passes
         self.run = self._make(0)
 

@@ -109,9 +109,9 @@ class KGroupedKernel(Kernel):
         """Pack the arguments for (a, sfa, b, sfb, d), on at most `num_sms` SMs (0: all).
 
         a [M, K], sfa [M, K/128], b [N, K], sfb [N, K/128], d [G, M, N] FP32: the first ks[0]
-        columns are those of the first group, and so on; what columns behind the last group's hold has no
-        influence. `ks`: G multiples of 128, numbers, or an int32 tensor [G] on the device, which
-        is read by the kernel alone. With `flat`, for numbers only, a and b have one
+        columns are those of the first group, and so on; what columns behind the last group's hold
+        has no influence. `ks`: G multiples of 128, numbers, or an int32 tensor [G] on the device,
+        which is read by the kernel alone. With `flat`, for numbers only, a and b have one
         dimension: each group's [M, ks[g]], and [N, ks[g]], one after another; the scales are as
         before. Addresses and pitches as in `WgradKernel.prepare`. Raises UnsupportedInput for
         other tensors, LaunchError while a CUDA graph is captured for `flat`, whose tensor maps are

@@ -190,8 +190,8 @@ def _check_shapes(x: WgradInputs) -> None:
     if not x.flat and _looks_untransposed(x):
         raise UnsupportedInput(
             f"a is {_describe(x.a)} and b is {_describe(x.b)}, for out{list(x.out.shape)}: "
-            f"expected [M, K] and [N, K]; they look untransposed: a gradient sums over rows, so cast each "
-            f"by {_CAST}"
+            f"expected [M, K] and [N, K]; they look untransposed: a gradient sums over rows, so "
+            f"cast each by {_CAST}"
         )
     for name, tensor, rows in (("a", x.a, m), ("b", x.b, n)):
         shape = [rows * k] if x.flat else [rows, k]
