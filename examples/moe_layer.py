@@ -119,7 +119,7 @@ def weight_gradient(lhs: Pair, rhs: Pair, ks: torch.Tensor) -> torch.Tensor:
     out = torch.zeros(
         ks.shape[0], lhs[0].shape[0], rhs[0].shape[0], dtype=torch.float32, device=ks.device
     )
-    g.k_grouped_wgrad_gemm_fp8_fp8_fp32_nt(lhs, rhs, out, ks)  # type: ignore[attr-defined]
+    g.k_grouped_wgrad_gemm_fp8_fp8_fp32_nt(lhs, rhs, out, ks)
     return out
 
 

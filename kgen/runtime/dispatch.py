@@ -21,8 +21,8 @@ from kgen.errors import DatabaseError, DriverError, KgenError, LaunchError
 from kgen.problem import GemmProblem
 from kgen.runtime import driver
 from kgen.runtime.counting import counted
-from kgen.runtime.grouped_kernel import KERNELS
 from kgen.runtime.kernel import Kernel
+from kgen.runtime.kernels import KERNELS
 from kgen.runtime.lookup import Choice, Winner, choose, default_for, read_winners
 from kgen.runtime.stats import Stats
 from kgen.settings import Settings

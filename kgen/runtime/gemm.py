@@ -18,10 +18,10 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from kgen.errors import UnsupportedInput
-from kgen.problem import RECIPES, GemmProblem
+from kgen.problem import DENSE_RECIPES, GemmProblem
 from kgen.quant import E4M3
 from kgen.reference import D_DTYPE_NAMES, OPERAND_DTYPE_NAMES, gemm_reference_into
-from kgen.runtime import calls, grouped, ops
+from kgen.runtime import calls, grouped, ops, wgrad
 from kgen.runtime.calls import (
     Policy,
     Ready,
@@ -65,6 +65,10 @@ from kgen.runtime.operands import Inputs, Sizes, as_matrices, check, unpack
 from kgen.runtime.ops import dispatch_modes, get_col_major_tma_aligned_tensor
 from kgen.runtime.record import RECORDER
 from kgen.runtime.stats import KgenWarning
+from kgen.runtime.wgrad import (
+    k_grouped_wgrad_gemm_fp8_fp8_fp32_nt,
+    wgrad_gemm_fp8_fp8_fp32_nt,
+)
 
 __all__ = [
     "KgenWarning",
@@ -76,6 +80,7 @@ __all__ = [
     "get_m_alignment_for_contiguous_layout",
     "get_num_sms",
     "is_batch_invariant",
+    "k_grouped_wgrad_gemm_fp8_fp8_fp32_nt",
     "last_path",
     "m_grouped_dgrad_gemm_fp8_fp8_bf16_nt_contiguous",
     "m_grouped_dgrad_gemm_fp8_fp8_bf16_nt_masked",
@@ -99,6 +104,7 @@ __all__ = [
     "stats",
     "transpose_block_cast",
     "warm_up",
+    "wgrad_gemm_fp8_fp8_fp32_nt",
 ]
 
 _prepared: dict[tuple[Any, ...], Ready] = {}
@@ -253,46 +259,53 @@ def plan_for(
     *,
     kind: str = "dense",
     groups: int = 1,
-    recipe: str = "block",
+    recipe: str | None = None,
     a_dtype: torch.dtype = E4M3,
     b_dtype: torch.dtype = E4M3,
     bias: bool = False,
     fast_accum: bool = False,
+    accumulate: bool | None = None,
 ) -> Plan | None:
     """How a call with these sizes is answered; None where the reference answers by design.
 
     `kind` and `groups` are those of a grouped call, "contiguous" or "masked"; m then is the rows of
     a group that its kernel is chosen for, as in a shapes line: ceil(M / groups), or `expected_m`
-    within 1 and max M. `recipe` is that of its scales, `a_dtype` and `b_dtype` are the types of its
-    operands, `bias` is whether it gives one. Builds and loads the kernel as the call would. Raises
-    UnsupportedInput, and UsageError for a kind or sizes that no kernel of grouped kinds takes.
+    within 1 and max M. Of weight gradients, "wgrad" and "k_grouped", `accumulate` is the call's; k
+    is what each group sums over. `recipe` is that of its scales (None: that of a shapes line which
+    leaves it out), `a_dtype` and `b_dtype` are the types of its operands, `bias` is whether it
+    gives one. Builds and loads the kernel as the call would. Raises UnsupportedInput, and
+    UsageError for a kind, sizes or types that no kernel takes.
     """
     _check_out_dtype(out_dtype)
     for name, dtype in (("a_dtype", a_dtype), ("b_dtype", b_dtype)):
         if dtype not in OPERAND_DTYPE_NAMES:
             raise UnsupportedInput(f"{name}={dtype}: expected float8_e4m3fn or float8_e5m2")
-    if recipe not in RECIPES or (fast_accum and recipe == "block"):
+    is_dense = (kind, groups) == ("dense", 1)
+    if is_dense and recipe is None:
+        recipe = "block"
+    if (is_dense and recipe not in DENSE_RECIPES) or (fast_accum and recipe == "block"):
         raise UnsupportedInput(
             f"recipe={recipe!r} with fast_accum={fast_accum}: expected one of "
-            f"{', '.join(RECIPES)}, and fast_accum for row and tensor only"
+            f"{', '.join(DENSE_RECIPES)}, and fast_accum for row and tensor only"
         )
     torch_device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     ordinal = calls.ordinal_of(torch_device)
     if min(m, n, k, groups) < 1:
         return None
-    if (kind, groups) != ("dense", 1):
-        problem = GemmProblem(
+    if not is_dense or recipe is None:
+        given = {"recipe": recipe, "accumulate": accumulate}
+        problem = GemmProblem.of(
             kind,
             m,
             n,
             k,
             groups=groups,
-            recipe=recipe,
             a_dtype=OPERAND_DTYPE_NAMES[a_dtype],
             b_dtype=OPERAND_DTYPE_NAMES[b_dtype],
             d_dtype=D_DTYPE_NAMES[out_dtype],
             bias=bias,
             fast_accum=fast_accum,
+            **{name: value for name, value in given.items() if value is not None},
         )
         return None if ordinal is None else calls.plan_of(ordinal, problem.with_num_sms)[0]
     if ordinal is None:
@@ -321,6 +334,7 @@ def reload() -> None:
     calls.forget()
     _prepared.clear()
     grouped.forget()
+    wgrad.forget()
     RECORDER.reopen()
 
 
@@ -400,8 +414,10 @@ def _after_fork() -> None:
     calls.after_fork()
     _prepared.clear()
     grouped.forget()
+    wgrad.forget()
 
 
 os.register_at_fork(after_in_child=_after_fork)
 ops.register(gemm_fp8_nt)
 grouped.register()
+wgrad.register()

@@ -371,6 +371,20 @@ def test_plans_of_grouped_calls(world: World) -> None:
     assert gemm.plan_for(5, N, K, device="cpu", kind="masked", groups=G) is not None, "made up"
 
 
+def test_plans_of_weight_gradients(world: World) -> None:
+    """With what a shapes line of the kind may leave out, or the call's own choice."""
+    for kind, groups in (("wgrad", 1), ("k_grouped", G)):
+        options: dict[str, Any] = {"kind": kind, "groups": groups, "out_dtype": torch.float32}
+        choices: tuple[dict[str, Any], ...] = ({}, {"accumulate": False})
+        for choice in choices:
+            plan = gemm.plan_for(128, 256, 512, **options, **choice)
+            assert plan is not None
+            assert plan.choice is not None, plan.reason
+    assert [line.split()[0] for line in gemm.missed_shapes()] == ["wgrad"] * 2 + ["k_grouped"] * 2
+    with pytest.raises(UsageError):
+        gemm.plan_for(128, 256, 512, kind="wgrad", device="cpu")
+
+
 def test_plans_that_no_call_can_have() -> None:
     for wrong, says in (
         ({"kind": "diagonal"}, "kind='diagonal': expected one of"),

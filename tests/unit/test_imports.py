@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cache.keys",
         "cache.records",
         "cache.container cache.trust",
-        "reference quant cases grouped_reference grouped_cases",
+        "reference quant cases grouped_reference grouped_cases wgrad_reference wgrad_cases",
         "elf",
     ),
     (
@@ -39,13 +39,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cache.artifacts",
         "cache.liveness cache.sqlite cache.rows cache.schema cache.connect cache.db "
         "cache.transfer cache.bundle_rows cache.suggest cache.census",
-        "runtime.driver runtime.tma runtime.kernel runtime.grouped_kernel",
+        "runtime.driver runtime.tma runtime.kernel runtime.grouped_kernel runtime.wgrad_kernel "
+        "runtime.kernels",
         "runtime.operands runtime.cast_options runtime.ops runtime.cast_out runtime.moe_ops "
-        "runtime.grouped_operands runtime.grouped_ops",
+        "runtime.grouped_operands runtime.grouped_ops runtime.wgrad_operands runtime.wgrad_ops",
         "runtime.stats runtime.record",
         "runtime.guard",
     ),
-    ("build", "verify grouped_verify", "runtime.lookup", "cache.bundles"),
+    ("build", "verify grouped_verify wgrad_verify", "runtime.lookup", "cache.bundles"),
     (
         "nvml measure",
         "search.strategy",
@@ -59,7 +60,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "runtime.counting runtime.dispatch runtime.plain runtime.cast_launch "
         "runtime.turn runtime.swiglu runtime.casts runtime.routing "
         "runtime.moe runtime.copies runtime.calls runtime.grouped runtime.dgrad "
-        "runtime.gemm",
+        "runtime.wgrad runtime.gemm",
     ),
     ("bench",),  # nn, compat, serve: to come
     (
@@ -93,6 +94,13 @@ THIRD_PARTY: dict[str, set[str]] = {
     "grouped_reference": {"torch"},
     "grouped_cases": {"torch"},
     "grouped_verify": {"torch"},
+    "wgrad_reference": {"torch"},
+    "wgrad_cases": {"torch"},
+    "wgrad_verify": {"torch"},
+    "runtime.wgrad_kernel": {"torch"},
+    "runtime.wgrad_operands": {"torch"},
+    "runtime.wgrad_ops": {"torch"},
+    "runtime.wgrad": {"torch"},
     "runtime.grouped_kernel": {"torch"},
     "runtime.grouped_operands": {"torch"},
     "runtime.grouped_ops": {"torch"},

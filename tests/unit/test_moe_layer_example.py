@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from examples import moe_layer
-from kgen.runtime import gemm, moe
+from kgen.runtime import moe
 
 SMALL = ["--counts", "5,0,130,17,16", "--hidden", "256", "--intermediate", "192"]
-
-
-def k_grouped_reference(lhs: Any, rhs: Any, out: torch.Tensor, ks: torch.Tensor) -> None:
-    """In place of the call that sums over each group's columns, where there is none yet."""
-    start = 0
-    for group, k in enumerate(ks.tolist()):
-        parts = []
-        for values, scales in (lhs, rhs):
-            of_columns = scales.repeat_interleave(128, dim=1)
-            parts.append((values.float() * of_columns)[:, start : start + k])
-        out[group] += parts[0] @ parts[1].t()
-        start += k
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _a_call_to_come() -> Iterator[None]:
-    name = "k_grouped_wgrad_gemm_fp8_fp8_fp32_nt"
-    with pytest.MonkeyPatch.context() as patch:
-        if not hasattr(gemm, name):
-            patch.setattr(gemm, name, k_grouped_reference, raising=False)
-        yield
 
 
 @pytest.fixture(scope="module")
