@@ -134,9 +134,8 @@ def finder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "kQueueSlots": 4,
     }
     scheduler = (INCLUDE / "scheduler_k_grouped.cuh").read_text()
-    put = (
-        r'std::printf("%u %u %u %u %u\n", work.m0, work.n0, work.group, work.k_begin, work.k_end);'
-    )
+    names = ", ".join(f"work.{name}" for name in ("m0", "n0", "group", "k_begin", "k_end"))
+    put = rf'std::printf("%u %u %u %u %u\n", {names});'
     puts = iter(["", put])
     scheduler, replaced = _STORE.subn(lambda _: next(puts), scheduler)
     assert replaced == 2
