@@ -270,7 +270,7 @@ def _expand(fields: Fields, where: str) -> list[ShapeLine]:
     weight = fields.get("weight", (1.0,))[0]
     combinations = product(*(fields[name] for name in names))
     return [
-        ShapeLine(GemmProblem(**dict(zip(names, values, strict=True))), weight, where)
+        ShapeLine(GemmProblem.of(**dict(zip(names, values, strict=True))), weight, where)
         for values in combinations
     ]
 

@@ -14,8 +14,8 @@ import torch
 
 from kgen.errors import UnsupportedInput
 from kgen.problem import (
+    DENSE_RECIPES,
     MAX_EXTENT,
-    RECIPES,
     SCALE_BLOCK,
     TMA_ALIGN_BYTES,
     GemmProblem,
@@ -95,9 +95,11 @@ def unpack(  # noqa: PLR0917, what a call gives, in that order
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             given = _describe(pair) if isinstance(pair, torch.Tensor) else type(pair).__name__
             raise UnsupportedInput(f"expected the pair ({name}, {name}_scales), got {given}")
-    if recipe is not None and recipe not in RECIPES:
+    if recipe is not None and recipe not in DENSE_RECIPES:
         hint = "; scales of token and block casts are 'block'" if recipe == "token" else ""
-        raise UnsupportedInput(f"recipe={recipe!r}: expected one of {', '.join(RECIPES)}{hint}")
+        raise UnsupportedInput(
+            f"recipe={recipe!r}: expected one of {', '.join(DENSE_RECIPES)}{hint}"
+        )
     if not isinstance(fast_accum, bool):
         raise UnsupportedInput(f"fast_accum={fast_accum!r}: expected True or False")
     inputs = Inputs(lhs[0], lhs[1], rhs[0], rhs[1], out, bias, recipe, fast_accum)
@@ -219,11 +221,11 @@ def _recipe_of(x: Inputs, m: int, n: int, k: int) -> str:
             "fast_accum=True with recipe='block': each 128 columns have scales of their own; "
             "leave it out"
         )
-    asked = RECIPES if x.recipe is None else (x.recipe,)
+    asked = DENSE_RECIPES if x.recipe is None else (x.recipe,)
     for recipe in asked:
         if _fits(recipe, x, m, n, k) and not (x.fast_accum and recipe == "block"):
             return recipe
-    if asked != RECIPES and x.recipe != "block":
+    if asked != DENSE_RECIPES and x.recipe != "block":
         of_a, of_b = ("[]", "[]") if x.recipe == "tensor" else (f"[{m}]", f"[{n}]")
         raise UnsupportedInput(
             f"a_scales is {_describe(x.sfa)} and b_scales is {_describe(x.sfb)}: expected {of_a} "

@@ -9,6 +9,7 @@
 // cluster_n = 1
 // split_k = 1
 // b_eviction = evict_normal
+// d_staging = own
 // raster_along = m
 // raster_group = 8
 // baked_dims = none
