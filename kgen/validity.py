@@ -35,8 +35,10 @@ SELECT_OVERHEAD_REGISTERS: Final = {1: 0, 2: 0, 3: 4}
 WAVE_OVERHEAD_REGISTERS: Final = 7
 CLUSTER_OVERHEAD_REGISTERS: Final = 9
 FP32_OVERHEAD_REGISTERS: Final = 9
-#: Under recipe "vector" two accumulators of two math warpgroups take more: 128x128 spilled.
-VECTOR_PAIR_OVERHEAD_REGISTERS: Final = {1: 0, 2: 20, 3: 0}
+#: Under recipe "vector" two accumulators take more, by number of math warpgroups: 128x128 and
+#: 192x64 spilled; and so does the queue of kind k_grouped with one of them: 64x208 spilled.
+VECTOR_PAIR_OVERHEAD_REGISTERS: Final = {1: 0, 2: 20, 3: 40}
+QUEUE_OVERHEAD_REGISTERS: Final = {1: 8, 2: 0, 3: 0}
 #: What scales and bias after the loop add, without and with a cluster: a bias under recipe "block",
 #: and recipe "row" where K blocks are added up in FP32. The other loops leave room for it.
 BIAS_OVERHEAD_REGISTERS: Final = (9, 16)
@@ -177,6 +179,7 @@ def _why_too_large(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid | N
         + FP32_OVERHEAD_REGISTERS * (p.d_dtype == "fp32" and c.d_staging != "direct")
         + VECTOR_PAIR_OVERHEAD_REGISTERS[c.num_math_warpgroups]
         * (p.recipe == "vector" and c.num_accumulators > 1)
+        + QUEUE_OVERHEAD_REGISTERS[c.num_math_warpgroups] * (p.kind == "k_grouped")
         + BIAS_OVERHEAD_REGISTERS[c.cluster_size > 1] * (p.bias and p.recipe == "block")
         + ROW_OVERHEAD_REGISTERS[c.cluster_size > 1] * (p.recipe == "row" and not p.fast_accum)
     )
