@@ -8,10 +8,10 @@ third-party package, and reads nothing but the file it is given.
     value   ::=  item,item,...
     item    ::=  number | a..b*f | a..b+s    # geometric and arithmetic ranges, both ends included
     fields  ::=  kind groups m n k recipe a_dtype b_dtype d_dtype bias fast_accum
-                 batch_invariant num_sms weight
+                 batch_invariant num_sms accumulate weight
 
-`bias`, `fast_accum` and `batch_invariant` are true or false; a field that is left out has the
-default of `GemmProblem`.
+`bias`, `fast_accum`, `batch_invariant` and `accumulate` are true or false; a field that is left
+out has the default of its kind (`kgen.problem.defaults_of`).
 
 A line stands for every combination of its values. Range ends are whole numbers; a range stops at
 the last value that does not pass b. `weight` is one positive number: how much time the user

@@ -35,8 +35,10 @@ SELECT_OVERHEAD_REGISTERS: Final = {1: 0, 2: 0, 3: 4}
 WAVE_OVERHEAD_REGISTERS: Final = 7
 CLUSTER_OVERHEAD_REGISTERS: Final = 9
 FP32_OVERHEAD_REGISTERS: Final = 9
-#: Under recipe "vector" two accumulators of two math warpgroups take more: 128x128 spilled.
+#: Under recipe "vector" two accumulators of two math warpgroups take more: 128x128 spilled; and so
+#: does the queue of kind k_grouped beside one math warpgroup: 64x208 spilled.
 VECTOR_PAIR_OVERHEAD_REGISTERS: Final = {1: 0, 2: 20, 3: 0}
+QUEUE_OVERHEAD_REGISTERS: Final = {1: 8, 2: 0, 3: 0}
 #: What scales and bias after the loop add, without and with a cluster: a bias under recipe "block",
 #: and recipe "row" where K blocks are added up in FP32. The other loops leave room for it.
 BIAS_OVERHEAD_REGISTERS: Final = (9, 16)
@@ -152,6 +154,11 @@ def _why_not_under(p: GemmProblem, c: GemmConfig) -> Invalid | None:
         return Invalid("accumulators_fast", "fast_accum=true sums into one accumulator")
     if p.recipe != "block" and c.sass_pass != "none":
         return Invalid("sass_pass_recipe", f"recipe={p.recipe} has no FFMA to interleave")
+    if p.recipe == "vector" and c.num_accumulators > 1 and c.num_math_warpgroups == 3:
+        # As a loop without loads it is slower than one accumulator: 1133 TFLOPS against 1214.
+        return Invalid(
+            "accumulators_vector", "two accumulators and three math warpgroups spill at any width"
+        )
     if p.batch_invariant and c.split_k != 1:
         return Invalid(
             "batch_invariant",
@@ -177,6 +184,7 @@ def _why_too_large(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid | N
         + FP32_OVERHEAD_REGISTERS * (p.d_dtype == "fp32" and c.d_staging != "direct")
         + VECTOR_PAIR_OVERHEAD_REGISTERS[c.num_math_warpgroups]
         * (p.recipe == "vector" and c.num_accumulators > 1)
+        + QUEUE_OVERHEAD_REGISTERS[c.num_math_warpgroups] * (p.kind == "k_grouped")
         + BIAS_OVERHEAD_REGISTERS[c.cluster_size > 1] * (p.bias and p.recipe == "block")
         + ROW_OVERHEAD_REGISTERS[c.cluster_size > 1] * (p.recipe == "row" and not p.fast_accum)
     )
