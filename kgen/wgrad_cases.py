@@ -54,8 +54,8 @@ def held_before(d: torch.Tensor) -> torch.Tensor:
 
     FP32 adds them exactly to the results of an exact case, of 8 bits from 2^-20 to 2^16.
     """
-    rows = torch.arange(d.shape[-2], device=d.device)
-    columns = torch.arange(d.shape[-1], device=d.device)
+    rows = torch.arange(d.shape[-2], device=d.device, dtype=torch.int32)
+    columns = torch.arange(d.shape[-1], device=d.device, dtype=torch.int32)
     return ((rows[:, None] * 7 + columns * 3) % 5 + 1).float()
 
 
