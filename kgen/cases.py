@@ -12,7 +12,14 @@ from typing import Final
 
 import torch
 
-from kgen.problem import SCALE_BLOCK, GemmProblem, ceil_div, round_up, scale_shapes
+from kgen.problem import (
+    BY_K_RECIPES,
+    SCALE_BLOCK,
+    GemmProblem,
+    ceil_div,
+    round_up,
+    scale_shapes,
+)
 from kgen.reference import (
     TORCH_D_DTYPES,
     TORCH_OPERAND_DTYPES,
@@ -125,7 +132,7 @@ class Case:
         spread = 0.0 if unit_scales else 1.0
         of_a, of_b = scale_shapes(problem.recipe, rows, problem.n, problem.k)
         self.sfa = column_major(random_scales(*of_a, spread, generator))
-        self.sfb = random_scales(*of_b, spread, generator)
+        self.sfb = _as_read(random_scales(*of_b, spread, generator), problem.recipe)
         self.bias: tuple[torch.Tensor, ...] = ()
         if problem.bias:  # of the size of the sums over K columns
             values = torch.randn(problem.n, generator=generator, device=self.device)
@@ -186,7 +193,7 @@ class Case:
 
     def _compute(self, start: int, stop: int) -> torch.Tensor:
         recipe = self.problem.recipe
-        sfa = self.sfa[start:stop] if recipe in ("block", "row") else self.sfa
+        sfa = self.sfa[start:stop] if recipe in ("block", "row", "vector") else self.sfa
         a = dequantize_a(self.a[start:stop], sfa, recipe)
         with full_fp32():
             product = a @ self._b_full.T
@@ -239,9 +246,9 @@ class ExactCase:
     D's exponents, times a quarter for a missing k32 step, stay inside FP16's.
 
     Under the recipes "row", "tensor" and "none" A's values carry 2^s, which leaves their sums exact
-    in the 13 fraction bits of the tensor cores; column(j) = j % 13 under "row" and "none", and
-    under "tensor" row and column are 0. BF16 operands carry row and column themselves. A bias is
-    zero but in the last launch, which has one of few bits that FP32 adds to D exactly.
+    in the 13 fraction bits of the tensor cores; column(j) = j % 13 under "row", "vector" and
+    "none", and under "tensor" row and column are 0. BF16 operands carry row and column themselves.
+    A bias is zero but in the last launch, which has one of few bits that FP32 adds to D exactly.
     """
 
     #: FP16: 63 * 2^(16 + 12) * 2^-18 = 64512, and a quarter of the least bit is 2^-20.
@@ -254,7 +261,7 @@ class ExactCase:
         self.num_passes = ceil_div(problem.num_k_blocks, LIVE_BLOCKS)
         m, n, k, recipe = problem.m, problem.n, problem.k, problem.recipe
         of_a, of_b = _dtypes(problem)
-        columns = _exact_columns(k, problem.k_block, carried=recipe != "block")
+        columns = _exact_columns(k, problem.k_block, carried=recipe not in BY_K_RECIPES)
         self._pattern = torch.tensor(columns, device=device).to(of_a)
         self._a = torch.empty(m, k, dtype=of_a, device=device)
         self.b = torch.ones(n, k, device=device).to(of_b)
@@ -288,7 +295,9 @@ class ExactCase:
         block = torch.arange(self.problem.num_k_blocks, device=row.device)
         slot, turn = block % LIVE_BLOCKS, block // LIVE_BLOCKS % 3 * (2 * LIVE_BLOCKS - 1)
         sfa = column_major(_power(row + 2 * slot + turn))
-        return sfa, _power(column[::SCALE_BLOCK] - slot - turn)
+        if self.problem.recipe == "block":
+            column = column[::SCALE_BLOCK]
+        return sfa, _as_read(_power(column - slot - turn), self.problem.recipe)
 
     def constants(self) -> Iterator[torch.Tensor]:
         """What no launch may write to; A changes from pass to pass."""
@@ -365,7 +374,7 @@ class GrowthCase:
         self._scale = 1.0 if problem.recipe == "none" else 2.0**-18
         scales_of_a, scales_of_b = problem.scale_shapes
         self._sfa = column_major(torch.full(scales_of_a, 2.0**-7, device=device))
-        self._sfb = torch.full(scales_of_b, 2.0**-11, device=device)
+        self._sfb = _as_read(torch.full(scales_of_b, 2.0**-11, device=device), problem.recipe)
         self._references = [self._product(a) for a in (self._base, self._full)]
         dtype = TORCH_D_DTYPES[problem.d_dtype]
         self._bias = (torch.zeros(n, dtype=dtype, device=device),) if problem.bias else ()
@@ -418,7 +427,12 @@ def _rows_of(sfa: torch.Tensor, m: int, recipe: str, row_major: bool) -> torch.T
         return sfa
     if not row_major:
         return sfa[:m]
-    return sfa[:m].contiguous() if recipe == "block" else sfa[:m].repeat(1, 2)[:, :1]
+    return sfa[:m].contiguous() if recipe in BY_K_RECIPES else sfa[:m].repeat(1, 2)[:, :1]
+
+
+def _as_read(sfb: torch.Tensor, recipe: str) -> torch.Tensor:
+    """Scales of B in the layout that kernels read in place."""
+    return column_major(sfb) if recipe == "vector" else sfb
 
 
 def column_major(scales: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,8 @@ from typing import Any, Final
 from kgen.device import Device
 from kgen.errors import UsageError
 from kgen.problem import (
+    BY_K_RECIPES,
     D_DTYPE_BYTES,
-    GROUPED_KINDS,
     K_BLOCK_BYTES,
     SCALE_BLOCK,
     GemmProblem,
@@ -34,20 +34,27 @@ MIN_ROWS_ONE_LOAD_WARP: Final = 256
 #: warpgroup each thread has 255 at launch, the most an instruction can name: no setmaxnreg, and
 #: ptxas is seen to spill in places above 248.
 REGISTER_SPLIT: Final = {1: (248, 248), 2: (40, 232), 3: (32, 160)}
+#: Registers of a math thread that neither sums nor products of scales made ahead may take (recipe
+#: "vector"): with fewer ptxas makes them later again, behind the wait.
+AHEAD_SPARE_REGISTERS: Final = 24
 #: A contiguous group may start at any row, and TMA reads from multiples of 16 bytes only, else the
 #: kernel dies of an illegal instruction: scales of A are loaded from a multiple of 4 rows on.
 SFA_SLACK_ROWS: Final = 4
+#: A stage's scales of B under recipe "block": at most four.
+B_SCALES_BYTES: Final = 16
 #: TMA writes to multiples of this in shared memory (PTX ISA, cp.async.bulk.tensor).
 SMEM_ALIGN_BYTES: Final = 128
 #: Tiles that a grouped kernel's scheduling warp may be ahead, and bytes of one and its barriers.
 QUEUE_SLOTS: Final = 4
-QUEUE_SLOT_BYTES: Final = 32
+QUEUE_SLOT_BYTES: Final = {"contiguous": 32, "masked": 32, "k_grouped": 48}
 B_EVICTIONS: Final = ("evict_normal", "evict_first")
+D_STAGINGS: Final = ("own", "direct")
 RASTER_ALONG: Final = ("m", "n")
 BAKED_DIMS: Final = ("none", "nk")
 SASS_PASSES: Final = ("none", "interleave")
 NAMED_AXES: Final = {
     "b_eviction": B_EVICTIONS,
+    "d_staging": D_STAGINGS,
     "raster_along": RASTER_ALONG,
     "baked_dims": BAKED_DIMS,
     "sass_pass": SASS_PASSES,
@@ -66,6 +73,8 @@ class GemmConfig:
     split_k                CTAs of a cluster that share one tile's K range and add up in order
     b_eviction             what L2 does with B, "evict_first" or "evict_normal": B that is read once
                            need not displace others, which a cold L2 would have to write back
+    d_staging              where D waits for its store: in memory of its "own", or nowhere: FP32
+                           goes "direct" from registers to D (weight gradients only)
     raster_along           dimension walked first within a strip of tiles
     raster_group           blocks of that dimension in a strip
     baked_dims             "nk": N and K are constants of the source; "none": arguments
@@ -81,6 +90,7 @@ class GemmConfig:
     cluster_n: int = 1
     split_k: int = 1
     b_eviction: str = "evict_normal"
+    d_staging: str = "own"
     raster_along: str = "m"
     raster_group: int = 8
     baked_dims: str = "none"
@@ -131,7 +141,8 @@ class Resources:
     (inner, outer) in elements, those of A and B in bytes by rows.
 
     The vectors are what the sums of a tile are finished with: scales of its rows and columns
-    (recipe "row") and its part of the bias.
+    (recipe "row") and its part of the bias. `ahead_groups`: groups of 8 columns whose products of
+    scales are made while WGMMAs run (recipe "vector").
     """
 
     threads: int
@@ -158,6 +169,21 @@ class Resources:
     d_swizzle_bytes: int
     sfa_box: tuple[int, int]
     sfa_stage_bytes: int
+    sfb_box: tuple[int, int]
+    sfb_stage_bytes: int
+    ahead_groups: int
+
+
+def queue_slot_bytes(kind: str) -> int:
+    """Bytes of a tile in the queue with its barriers; 0 of kinds that have no queue."""
+    return QUEUE_SLOT_BYTES.get(kind, 0)
+
+
+def ahead_groups(config: GemmConfig, num_waves: int) -> int:
+    """Groups of 8 columns whose products of scales fit into registers while WGMMAs run."""
+    free = REGISTER_SPLIT[config.num_math_warpgroups][1] - AHEAD_SPARE_REGISTERS
+    free -= num_accumulator_registers(config, num_waves, promotes=True)
+    return max(0, min(config.block_n // 8, free // 4))
 
 
 def num_b_scales(block_n: int) -> int:
@@ -202,22 +228,26 @@ def resources(
     # WGMMA reads 64 rows whatever block_m is: past a short last A stage there must be memory.
     b_offset = ((c.num_stages - 1) * c.block_m + max(c.block_m, WGMMA_M)) * K_BLOCK_BYTES
     d_offset = b_offset + c.num_stages * c.block_n * K_BLOCK_BYTES
-    d_bytes_staged = c.block_m * c.block_n * d_bytes if c.split_k == 1 else 0
+    has_own_d = c.split_k == 1 and c.d_staging == "own"
+    d_bytes_staged = c.block_m * c.block_n * d_bytes if has_own_d else 0
     partial_offset = d_offset + round_up(d_bytes_staged, 1024)
     owned_groups = ceil_div(c.block_n // 8, c.split_k)
     partial_bytes = c.split_k * owned_groups * c.block_m * 32 if c.split_k > 1 else 0
     sfa_offset = partial_offset + round_up(partial_bytes, 128)
     slack_rows = SFA_SLACK_ROWS if kind == "contiguous" else 0
     sfa_rows = max(c.block_m, WGMMA_M) + slack_rows
-    sfa_stage_bytes = round_up(sfa_rows * 4, SMEM_ALIGN_BYTES) if recipe == "block" else 0
+    by_k = recipe in BY_K_RECIPES
+    sfa_stage_bytes = round_up(sfa_rows * 4, SMEM_ALIGN_BYTES) if by_k else 0
     sfb_offset = sfa_offset + c.num_stages * sfa_stage_bytes
-    vector_offset = sfb_offset + (c.num_stages * 16 if recipe == "block" else 0)
+    vectors_of_b = round_up(c.block_n * 4, SMEM_ALIGN_BYTES)
+    sfb_stage_bytes = {"block": B_SCALES_BYTES, "vector": vectors_of_b}.get(recipe, 0)
+    vector_offset = sfb_offset + c.num_stages * sfb_stage_bytes
     num_waves = ceil_div(rows, WGMMA_M)
     scales_bytes = (num_waves * WGMMA_M + c.block_n) * 4 if recipe == "row" else 0
     vector_bytes = scales_bytes + c.block_n * d_bytes * bias
     barrier_offset = vector_offset + c.num_math_warpgroups * vector_bytes
     queue_offset = barrier_offset + (c.num_stages + (c.split_k > 1)) * 16
-    queue_bytes = QUEUE_SLOTS * QUEUE_SLOT_BYTES if kind in GROUPED_KINDS else 0
+    queue_bytes = QUEUE_SLOTS * queue_slot_bytes(kind)
     return Resources(
         threads=WARPGROUP_THREADS * (1 + c.num_math_warpgroups),
         num_load_warps=1 if c.block_m + c.block_n >= MIN_ROWS_ONE_LOAD_WARP else 2,
@@ -243,6 +273,9 @@ def resources(
         d_swizzle_bytes=d_swizzle,
         sfa_box=(c.block_m + slack_rows, 1),
         sfa_stage_bytes=sfa_stage_bytes,
+        sfb_box=(c.block_n, 1),
+        sfb_stage_bytes=sfb_stage_bytes,
+        ahead_groups=ahead_groups(c, num_waves) if recipe == "vector" else 0,
     )
 
 
@@ -260,7 +293,8 @@ def num_accumulator_registers(config: GemmConfig, num_waves: int, promotes: bool
 
 def grid_size(problem: GemmProblem, config: GemmConfig, device: Device) -> int:
     """CTAs to launch, in whole clusters: as many as the SM budget holds, at most one a tile."""
-    m_blocks = problem.groups * ceil_div(problem.m, config.block_m)
+    # CTAs of a cluster along M share a group.
+    m_blocks = problem.groups * round_up(ceil_div(problem.m, config.block_m), config.cluster_m)
     return grid_of(m_blocks, problem, config, device)
 
 

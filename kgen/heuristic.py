@@ -168,6 +168,7 @@ def work_of(p: GemmProblem, c: GemmConfig, device: Device) -> Work:
         dram_gbps=device.dram_gbps,
         l2_bytes=device.l2_bytes,
         fast_accum=float(not p.promotes),
+        vector=float(p.recipe == "vector"),
     )
 
 

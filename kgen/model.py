@@ -50,6 +50,7 @@ class Work(NamedTuple):
     reuse_bytes               what passes through L2 between two uses of the latter
     d_bytes                   of one element
     fast_accum                1 where sums stay in the tensor cores over all of K; else 0
+    vector                    1 where each element of a K block has a scale of its own; else 0
     """
 
     rounds: float
@@ -83,6 +84,7 @@ class Work(NamedTuple):
     dram_gbps: float
     l2_bytes: float
     fast_accum: float = 0.0
+    vector: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)  # compared and hashed as an object: it keys caches
@@ -111,6 +113,10 @@ class Fit:
     #: Choosing among scale blocks at run time: each step of columns, and at all.
     select_us: float = 0.001942
     selects_us: float = 0.009207
+    #: Scales of rows and columns: what a warpgroup's multiplications take from the tensor cores,
+    #: per 128 columns. Not fitted, no trial is recorded yet: loops without loads ran at 1214 TFLOPS
+    #: with it where they ran at 1690 without (192x128, three warpgroups).
+    vector_us: float = 0.06
     #: The wait that two accumulators share, and what a K block costs in barriers and scales.
     pair_wait_us: float = 0.0672
     block_us: float = 0.0258
@@ -199,6 +205,7 @@ def _math_us(w: Work, fit: Fit, tick: float) -> tuple[float, float]:
     wgmma_us = _soft(FLOOR_SOFTNESS, flops / rate, fit.wgmma_floor_us * tick)
     steps = w.scale_steps - 1
     select_us = tick * (fit.select_us * steps + fit.selects_us * (1 - 1 / w.scale_steps))
+    select_us = select_us + tick * fit.vector_us * w.vector * w.block_n / 128
     promotion_us = tick * fit.promotion_us * w.block_n / 128 + select_us
     tensor_us = w.warpgroups * w.waves * (wgmma_us + select_us) * w.stack
     one_us = w.waves * (wgmma_us + promotion_us + tick * fit.wait_us)

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from kgen.problem import SCALE_BLOCK, round_up
+from kgen.problem import BY_K_RECIPES, SCALE_BLOCK, round_up
 
 #: Output types by their names in problems, and the names by type.
 TORCH_D_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -35,12 +35,12 @@ _MAX_ELEMENTS: Final = 2**26
 def dequantize_a(a: torch.Tensor, sfa: torch.Tensor, recipe: str = "block") -> torch.Tensor:
     """A [M, K] in FP32: each value times its scale.
 
-    sfa [M, ceil(K/128)] for recipe "block", [M, 1] for "row", [1, 1] for "tensor"; not used for
-    "none".
+    sfa [M, ceil(K/128)] for recipes "block" and "vector", [M, 1] for "row", [1, 1] for "tensor";
+    not used for "none".
     """
     if recipe == "none":
         return a.float()
-    if recipe == "block":
+    if recipe in BY_K_RECIPES:
         sfa = sfa.repeat_interleave(SCALE_BLOCK, dim=1)[:, : a.shape[1]]
     return a.float().mul_(sfa)
 
@@ -48,8 +48,8 @@ def dequantize_a(a: torch.Tensor, sfa: torch.Tensor, recipe: str = "block") -> t
 def dequantize_b(b: torch.Tensor, sfb: torch.Tensor, recipe: str = "block") -> torch.Tensor:
     """B [N, K] in FP32: each value times its scale.
 
-    sfb [ceil(N/128), ceil(K/128)] for recipe "block", [N, 1] for "row", [1, 1] for "tensor";
-    not used for "none".
+    sfb [ceil(N/128), ceil(K/128)] for recipe "block", [N, ceil(K/128)] for "vector", [N, 1] for
+    "row", [1, 1] for "tensor"; not used for "none".
     """
     if recipe == "block":
         sfb = sfb.repeat_interleave(SCALE_BLOCK, dim=0)[: b.shape[0]]
@@ -96,11 +96,12 @@ def gemm_reference_into(
         for n0 in range(0, n, n_step):
             columns = slice(n0, n0 + n_step)
             blocks = slice(n0 // SCALE_BLOCK, (n0 + n_step) // SCALE_BLOCK)
-            of_b = {"block": sfb[blocks], "row": sfb[columns]}.get(recipe, sfb)
+            by_column = {"block": sfb[blocks], "row": sfb[columns], "vector": sfb[columns]}
+            of_b = by_column.get(recipe, sfb)
             b_piece = dequantize_b(b[columns], of_b, recipe).t()
             for m0 in range(0, m, m_step):
                 rows = slice(m0, m0 + m_step)
-                of_a = sfa[rows] if recipe in ("block", "row") else sfa
+                of_a = sfa[rows] if recipe in ("block", "row", "vector") else sfa
                 product = dequantize_a(a[rows], of_a, recipe) @ b_piece
                 if bias is not None:
                     product += bias[columns].float()

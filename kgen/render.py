@@ -17,17 +17,26 @@ from typing import Any, Final
 
 import jinja2
 
-from kgen.config import QUEUE_SLOTS, GemmConfig, resources_of
+from kgen.config import QUEUE_SLOTS, GemmConfig, queue_slot_bytes, resources_of
 from kgen.errors import RenderError
-from kgen.problem import D_DTYPE_BYTES, OPTIONAL, GemmProblem
+from kgen.problem import BY_K_RECIPES, D_DTYPE_BYTES, OPTIONAL, GemmProblem
 
 ENTRY = "kgen_gemm"
 #: Fields of a problem that its source depends on, whatever the configuration.
-_CLASS_FIELDS: Final = ("recipe", "a_dtype", "b_dtype", "d_dtype", "bias", "fast_accum")
+_CLASS_FIELDS: Final = (
+    "recipe",
+    "a_dtype",
+    "b_dtype",
+    "d_dtype",
+    "bias",
+    "fast_accum",
+    "accumulate",
+)
 _TITLES: Final = {
     "block": "FP8 block-scaled",
     "row": "FP8 row-scaled",
     "tensor": "FP8 tensor-scaled",
+    "vector": "FP8 vector-scaled",
     "none": "BF16",
 }
 
@@ -119,7 +128,11 @@ def _variables(problem: GemmProblem, config: GemmConfig) -> dict[str, Any]:
         "is_grouped": problem.is_grouped,
         "promotes": problem.promotes,
         "finishes": problem.bias or problem.recipe in ("row", "tensor"),
+        "is_wgrad": problem.is_wgrad,
+        "scales_by_k": problem.recipe in BY_K_RECIPES,
+        "has_queue": queue_slot_bytes(problem.kind) > 0,
         "queue_slots": QUEUE_SLOTS,
+        "queue_slot_bytes": queue_slot_bytes(problem.kind),
         "d_bytes": D_DTYPE_BYTES[problem.d_dtype],
     }
     if config.baked_dims == "nk":

@@ -17,7 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-from kgen.problem import OPTIONAL, GemmProblem
+from kgen.problem import OPTIONAL, GemmProblem, defaults_of
 from kgen.shapes import ShapeLine, format_line
 
 #: Names of the forms; a file's name ends in one of them, and any other ending means "txt".
@@ -133,8 +133,8 @@ def _names(lines: list[ShapeLine]) -> list[str]:
     """The columns: fields are left out where every problem has the default."""
     used = [
         name
-        for name, default in OPTIONAL.items()
-        if any(getattr(line.problem, name) != default for line in lines)
+        for name in OPTIONAL
+        if any(getattr(p, name) != defaults_of(p.kind)[name] for p in (x.problem for x in lines))
     ]
     return ["kind", "m", "n", "k", *used, "weight"]
 

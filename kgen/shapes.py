@@ -8,10 +8,11 @@ third-party package, and reads nothing but the file it is given.
     value   ::=  item,item,...
     item    ::=  number | a..b*f | a..b+s    # geometric and arithmetic ranges, both ends included
     fields  ::=  kind groups m n k recipe a_dtype b_dtype d_dtype bias fast_accum
-                 batch_invariant num_sms weight
+                 batch_invariant num_sms accumulate weight
 
-`bias`, `fast_accum` and `batch_invariant` are true or false; a field that is left out has the
-default of `GemmProblem`; any of recipe=none, a_dtype=bf16 and b_dtype=bf16 stands for all three.
+`bias`, `fast_accum`, `batch_invariant` and `accumulate` are true or false; a field that is left
+out has the default of its kind (`kgen.problem.defaults_of`); any of recipe=none, a_dtype=bf16 and
+b_dtype=bf16 stands for all three.
 
 A line stands for every combination of its values. Range ends are whole numbers; a range stops at
 the last value that does not pass b. `weight` is one positive number: how much time the user
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kgen.errors import ShapesError, UsageError
-from kgen.problem import FLAGS, NAMES, OPTIONAL, GemmProblem, implied
+from kgen.problem import FLAGS, NAMES, OPTIONAL, GemmProblem
 
 REQUIRED: Final = ("kind", "m", "n", "k")
 FIELDS: Final = (*REQUIRED, *OPTIONAL, "weight")
@@ -270,7 +271,7 @@ def _expand(fields: Fields, where: str) -> list[ShapeLine]:
     weight = fields.get("weight", (1.0,))[0]
     combinations = product(*(fields[name] for name in names))
     return [
-        ShapeLine(GemmProblem(**implied(dict(zip(names, values, strict=True)))), weight, where)
+        ShapeLine(GemmProblem.of(**dict(zip(names, values, strict=True))), weight, where)
         for values in combinations
     ]
 

@@ -37,6 +37,7 @@ AXES: Final[dict[str, tuple[Any, ...]]] = {
     "cluster_n": (1, 2),
     "split_k": (1, 2, 4, 8),
     "b_eviction": ("evict_normal", "evict_first"),
+    "d_staging": ("own", "direct"),
     "raster_along": ("m", "n"),
     "raster_group": (4, 8, 16),
     # "nk" was measured to gain nothing (M=512, 4096x7168 on an H200) and costs a build per N and K.
@@ -145,7 +146,10 @@ def _coordinates(config: GemmConfig) -> tuple[tuple[float, ...], tuple[str, ...]
     for name, (scale, logarithmic) in _ORDERED.items():
         value = getattr(config, name)
         ordered.append(scale * (log2(value) if logarithmic else value))
-    names = (config.b_eviction, config.raster_along, config.baked_dims, config.sass_pass)
+    names = (
+        *(config.b_eviction, config.raster_along, config.baked_dims, config.sass_pass),
+        config.d_staging,
+    )
     return tuple(ordered), names
 
 

@@ -35,6 +35,10 @@ SELECT_OVERHEAD_REGISTERS: Final = {1: 0, 2: 0, 3: 4}
 WAVE_OVERHEAD_REGISTERS: Final = 7
 CLUSTER_OVERHEAD_REGISTERS: Final = 9
 FP32_OVERHEAD_REGISTERS: Final = 9
+#: Under recipe "vector" two accumulators of two math warpgroups take more: 128x128 spilled; and so
+#: does the queue of kind k_grouped beside one math warpgroup: 64x208 spilled.
+VECTOR_PAIR_OVERHEAD_REGISTERS: Final = {1: 0, 2: 20, 3: 0}
+QUEUE_OVERHEAD_REGISTERS: Final = {1: 8, 2: 0, 3: 0}
 #: What scales and bias after the loop add, without and with a cluster: a bias under recipe "block",
 #: and recipe "row" where K blocks are added up in FP32. The other loops leave room for it.
 BIAS_OVERHEAD_REGISTERS: Final = (9, 16)
@@ -82,6 +86,10 @@ def _why_not_a_kernel(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid 
         value = getattr(c, name)
         if value not in values:
             return Invalid(name, f"{name}={value!r}: expected one of {', '.join(values)}")
+    if c.d_staging == "direct" and (not p.is_wgrad or c.split_k > 1):
+        return Invalid(
+            "direct_kind", "d_staging=direct is for FP32 of weight gradients without split_k"
+        )
     rows = c.block_m // c.num_math_warpgroups
     if c.block_m % c.num_math_warpgroups or (rows % WGMMA_M and c.num_math_warpgroups > 1):
         return Invalid(
@@ -91,7 +99,18 @@ def _why_not_a_kernel(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid 
     if rows > 2 * WGMMA_M:
         return Invalid("warpgroup_rows", f"{rows} rows a warpgroup: at most 128")
     invalid = _why_cluster_invalid(c) or _why_not_under(p, c) or _why_too_large(p, c, device)
+    if not invalid and p.kind == "k_grouped":
+        invalid = _why_not_k_grouped(c)
     return invalid or (_why_not_grouped(p, c) if p.is_grouped else None)
+
+
+def _why_not_k_grouped(c: GemmConfig) -> Invalid | None:
+    """Rules of kernels whose K blocks are found on the device."""
+    if c.split_k > 1:
+        return Invalid("k_grouped_split", f"split_k={c.split_k}: groups split K by themselves")
+    if c.baked_dims != "none":
+        return Invalid("k_grouped_baked", "baked_dims=nk: K is that of all groups of a launch")
+    return None
 
 
 def _why_not_grouped(p: GemmProblem, c: GemmConfig) -> Invalid | None:
@@ -135,6 +154,11 @@ def _why_not_under(p: GemmProblem, c: GemmConfig) -> Invalid | None:
         return Invalid("accumulators_fast", "without promotion there is one accumulator")
     if p.recipe != "block" and c.sass_pass != "none":
         return Invalid("sass_pass_recipe", f"recipe={p.recipe} has no FFMA to interleave")
+    if p.recipe == "vector" and c.num_accumulators > 1 and c.num_math_warpgroups == 3:
+        # As a loop without loads it is slower than one accumulator: 1133 TFLOPS against 1214.
+        return Invalid(
+            "accumulators_vector", "two accumulators and three math warpgroups spill at any width"
+        )
     if p.batch_invariant and c.split_k != 1:
         return Invalid(
             "batch_invariant",
@@ -153,10 +177,14 @@ def _why_too_large(p: GemmProblem, c: GemmConfig, device: Device) -> Invalid | N
     need = (
         num_accumulator_registers(c, r.num_waves, p.promotes)
         + MATH_OVERHEAD_REGISTERS[c.num_math_warpgroups]
-        + SELECT_OVERHEAD_REGISTERS[c.num_math_warpgroups] * (r.num_scale_positions > 1)
+        + SELECT_OVERHEAD_REGISTERS[c.num_math_warpgroups]
+        * (r.num_scale_positions > 1 and p.recipe != "vector")
         + WAVE_OVERHEAD_REGISTERS * (r.num_waves - 1)
         + CLUSTER_OVERHEAD_REGISTERS * (c.cluster_size > 1)
-        + FP32_OVERHEAD_REGISTERS * (p.d_dtype == "fp32")
+        + FP32_OVERHEAD_REGISTERS * (p.d_dtype == "fp32" and c.d_staging != "direct")
+        + VECTOR_PAIR_OVERHEAD_REGISTERS[c.num_math_warpgroups]
+        * (p.recipe == "vector" and c.num_accumulators > 1)
+        + QUEUE_OVERHEAD_REGISTERS[c.num_math_warpgroups] * (p.kind == "k_grouped")
         + BIAS_OVERHEAD_REGISTERS[c.cluster_size > 1] * (p.bias and p.recipe == "block")
         + ROW_OVERHEAD_REGISTERS[c.cluster_size > 1] * (p.recipe == "row" and not p.fast_accum)
     )

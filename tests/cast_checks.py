@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from kgen.runtime.cast_options import CastOptions, CastResult
-from kgen.runtime.casts import run_cast
+from kgen.runtime.casts import SwigluGradients, run_cast
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -88,9 +88,9 @@ class GuardedOptions(CastOptions):
 
     buffers: ClassVar[list[tuple[torch.Tensor, torch.Tensor]]] = []
 
-    def allocate(self, x: torch.Tensor) -> CastResult:
+    def allocate(self, x: torch.Tensor, m: int | None = None) -> CastResult:
         """As CastOptions.allocate, with guards; `amax`, a scalar, excepted."""
-        plain = super().allocate(x)
+        plain = super().allocate(x, m)
         return plain._replace(
             **{
                 name: self._guard(tensor)
@@ -134,3 +134,21 @@ def check_guards(x: torch.Tensor, options: CastOptions) -> None:
     for buffer, view in GuardedOptions.buffers:
         assert written_outside(buffer, view) == 0, (options, tuple(x.shape), tuple(view.shape))
     GuardedOptions.buffers.clear()
+
+
+def check_swiglu_gradients(
+    found: SwigluGradients, expected: SwigluGradients, dtype: torch.dtype
+) -> None:
+    """A kernel's gradients and the reference's: neighbours once rounded, close in FP32."""
+    step = {BF16: 2.0**-7, FP16: 2.0**-10, FP32: 2.0**-20}[dtype]
+    for one, other in zip(found[:2], expected[:2], strict=True):
+        assert one.dtype == other.dtype == dtype
+        # 1 + gate (1 - s) may cancel: what is lost there is in units of the terms, ones or so.
+        scale = other.float().abs() + (1.0 if dtype == FP32 else 2.0**-8)
+        off = (one.float() - other.float()).abs() / scale
+        assert not off.numel() or float(off.max()) <= step, float(off.max())
+    weights, expected_weights = found[2], expected[2]
+    assert (weights is None) == (expected_weights is None)
+    if weights is not None and expected_weights is not None:
+        assert weights.dtype == FP32
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-4, atol=1e-4)

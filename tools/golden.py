@@ -77,12 +77,34 @@ GROUPED_CASES: dict[str, tuple[GemmConfig, GemmProblem]] = {
         replace(_grouped("masked"), **BF16_FIELDS),
     ),
 }
+#: The same of weight gradients.
+_GRADIENT = GemmProblem.of("wgrad", 7168, 2112, 4096)
+_GROUPS = GemmProblem.of("k_grouped", 7168, 2112, 4096, groups=8)
+WGRAD_CASES: dict[str, tuple[GemmConfig, GemmProblem]] = {
+    "wgrad_direct": (
+        GemmConfig(block_m=192, block_n=112, num_math_warpgroups=3, d_staging="direct"),
+        _GRADIENT,
+    ),
+    "wgrad_two_waves_overwrite": (
+        GemmConfig(block_m=256, block_n=96, num_stages=2),
+        replace(_GRADIENT, accumulate=False),
+    ),
+    "wgrad_block_split_k": (_SPLIT, replace(_GRADIENT, recipe="block")),
+    "k_grouped_two_accumulators": (
+        GemmConfig(block_n=96, num_accumulators=2, cluster_n=2),
+        _GROUPS,
+    ),
+    "k_grouped_direct_overwrite": (
+        GemmConfig(cluster_m=2, d_staging="direct"),
+        replace(_GROUPS, accumulate=False),
+    ),
+}
 
 
 def golden_sources() -> dict[str, str]:
     """File name to rendered source, for each case."""
     sources = {}
-    for name, (config, problem) in (CASES | GROUPED_CASES).items():
+    for name, (config, problem) in (CASES | GROUPED_CASES | WGRAD_CASES).items():
         assert why_invalid(problem, config, H200) is None, name
         sources[f"{name}.cu"] = render(problem, config).text
     return sources

@@ -36,6 +36,7 @@ RECIPES: Final = {
     "token, transposed": ("token", "transposed", 1),
     "token, both": ("token", "both", 1),
     "block": ("block", "normal", 1),
+    "block, transposed": ("block", "transposed", 1),
     "block, both": ("block", "both", 1),
     "channel": ("channel", "normal", 1),
     "channel, both": ("channel", "both", 1),
@@ -55,7 +56,8 @@ Tensors = Sequence[torch.Tensor | None]
 class Case:
     """One call: what it is compared with, and how many bytes it reads and writes.
 
-    `exact`: bit by bit; else FP8 values may be one step apart, for e^x is not rounded to nearest.
+    `exact`: bit by bit; else FP8 values may be one step apart, others close, for e^x is not rounded
+    to nearest.
     """
 
     name: str
@@ -154,6 +156,9 @@ def check(case: Case) -> None:
             wrong = int((_bits(found) != _bits(expected)).sum())
         elif found.dtype == torch.float32:
             wrong = int((~torch.isclose(found, expected, rtol=1e-5, atol=0.0)).sum())
+        elif found.dtype == torch.bfloat16:
+            one, other = found.float(), expected.float()
+            wrong = int((~torch.isclose(one, other, rtol=2.0**-7, atol=2.0**-10)).sum())
         else:
             steps = (_bits(found).int() - _bits(expected).int()).abs()
             wrong = int((steps > 1).sum())
@@ -196,9 +201,34 @@ def _moe_cases(x: torch.Tensor) -> list[Case]:
     weights = torch.rand(tokens, TOP_K, device=x.device)
     fp8 = c.per_token_cast_to_fp8(few)
     gathered = CastOptions().allocate(few.new_empty(rows.shape[0], k))
+    # Weights in the other direction after the cast, and what gradients of weights read.
+    weight = c.per_block_cast_to_fp8(x)
+    ends = torch.arange(_GROUPS + 1, device=x.device, dtype=torch.int32) * m // _GROUPS
+    padded = moe.pad_groups((ends - ends % 3).clamp(max=m), m).source_rows
+    transposed = CastOptions("token", "transposed")
+    of_padded = _bytes([x]) + _bytes(transposed.allocate(x, padded.shape[0]))
     of_swiglu = _bytes([gate_up]) + _bytes(CastOptions().allocate(x))
     sources = _bytes([few])  # each row comes from memory once, then from L2
     return [
+        Case(
+            "block, turned after the cast",
+            lambda: c.transpose_block_cast(weight),
+            lambda: (weight[0].view(torch.uint8).t().view(quant.E4M3), weight[1].t()),
+            2 * _bytes(weight),
+        ),
+        Case(
+            f"token, transposed, {_GROUPS} padded groups",
+            lambda: moe.gather_per_token_cast_to_fp8(x, padded, transposed=True),
+            lambda: transposed.reference(_gathered(x, padded))[2:4],
+            of_padded,
+        ),
+        Case(
+            "swiglu backward",
+            lambda: c.swiglu_backward(gate_up, x),
+            lambda: _swiglu_gradients(gate_up, x),
+            2 * _bytes([gate_up, x]),
+            exact=False,
+        ),
         Case(
             "swiglu + token",
             lambda: c.swiglu_per_token_cast_to_fp8(gate_up),
@@ -232,6 +262,18 @@ def _moe_cases(x: torch.Tensor) -> list[Case]:
             _bytes([x, few, weights]),
         ),
     ]
+
+
+def _gathered(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return torch.where((rows >= 0)[:, None], x[rows.clamp(min=0).long()], 0.0)
+
+
+def _swiglu_gradients(x: torch.Tensor, grad: torch.Tensor) -> Tensors:
+    gate, up = x.float().chunk(2, dim=-1)
+    sigmoid, given = torch.sigmoid(gate), grad.float()
+    silu = gate * sigmoid
+    of_gate = given * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.cat([of_gate, given * silu], -1).to(x.dtype), (silu * up).to(x.dtype), None
 
 
 def _combined(x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

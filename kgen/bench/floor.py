@@ -108,6 +108,7 @@ def weights_of(problem: GemmProblem) -> tuple[int, int]:
 def floor_of(problem: GemmProblem, stream_us: float, tflops: float, a_bytes: int) -> Bound:
     """The floor from its two limits; D counts as its output type has it."""
     d_bytes = problem.groups * problem.m * problem.n * D_DTYPE_BYTES[problem.d_dtype]
+    d_bytes *= 1 + problem.accumulate  # read as well
     streamed = stream_us + (a_bytes + d_bytes) / (BESIDE_TBPS * 1e6)
     computed = problem.flops / (tflops * 1e6)
     return Bound(streamed, STREAM) if streamed >= computed else Bound(computed, TENSOR_CORES)

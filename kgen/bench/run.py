@@ -25,6 +25,7 @@ from kgen.bench.grouped_providers import GroupedKgen, grouped_against
 from kgen.bench.peers import providers_against
 from kgen.bench.providers import Kgen, Provider, Ready
 from kgen.bench.summary import KGEN, best_peer, own_name, peers_of, summarise
+from kgen.bench.wgrad_providers import WgradKgen, wgrad_against
 from kgen.cases import Case
 from kgen.device import Device
 from kgen.errors import DriverError, KgenError
@@ -37,6 +38,7 @@ from kgen.runtime.driver import driver_version
 from kgen.runtime.stats import Stats
 from kgen.settings import Settings
 from kgen.toolchain import default_compiler
+from kgen.wgrad_cases import KGroupedCase
 
 
 @dataclass(frozen=True)
@@ -148,26 +150,28 @@ def run_bench(
     asked = parse_against(against)
     device = hopper_device("kgen bench needs")
     dispatcher = Dispatcher(0, StoredBuilder(settings), settings.db_url, Stats())
-    by_kind: dict[bool, Sequence[Provider]] = {}
+    by_family: dict[str, Sequence[Provider]] = {}
     missing: dict[str, str] = {}
-    for is_grouped in sorted({problem.is_grouped for problem in problems}):
-        recipes = tuple(dict.fromkeys(p.recipe for p in problems if p.is_grouped == is_grouped))
-        if is_grouped:
-            by_kind[True], reasons = _grouped_providers(dispatcher, asked, recipes)
+    for family in sorted({family_of(problem) for problem in problems}):
+        recipes = tuple(dict.fromkeys(p.recipe for p in problems if family_of(p) == family))
+        if family == "grouped":
+            by_family[family], reasons = _grouped_providers(dispatcher, asked, recipes)
+        elif family == "wgrad":
+            by_family[family], reasons = _wgrad_providers(dispatcher, asked)
         else:
-            by_kind[False], reasons = _dense_providers(dispatcher, asked, row_major, recipes)
+            by_family[family], reasons = _dense_providers(dispatcher, asked, row_major, recipes)
         missing |= reasons
     for name, reason in missing.items():
         on_missing(name, reason)
     providers = list(
-        {provider.name: provider for some in by_kind.values() for provider in some}.values()
+        {provider.name: provider for some in by_family.values() for provider in some}.values()
     )
     chosen = policy_named(policy)
     limits = _floor(problems, settings, chosen, device) if floor else None
     rows: list[Row] = []
     with suppress(KeyboardInterrupt):  # what is finished is worth its minutes on a GPU
         for problem in problems:
-            row = bench_problem(problem, by_kind[problem.is_grouped], chosen, device)
+            row = bench_problem(problem, by_family[family_of(problem)], chosen, device)
             rows.append(replace(row, floor=limits.of(problem)) if limits else row)
             on_row(rows[-1])
             torch.cuda.empty_cache()
@@ -180,6 +184,18 @@ def run_bench(
         floor=limits,
         not_reached=tuple(str(problem) for problem in problems[len(rows) :]),
     )
+
+
+def family_of(problem: GemmProblem) -> str:
+    """Whose calls a problem's kind is timed with: "dense", "grouped" or "wgrad"."""
+    return "grouped" if problem.is_grouped else "wgrad" if problem.is_wgrad else "dense"
+
+
+def case_of(problem: GemmProblem, where: str = "cuda") -> Case | GroupedCase | KGroupedCase:
+    """Inputs and references of a problem of any kind."""
+    if problem.kind == "k_grouped":
+        return KGroupedCase(problem, where)
+    return GroupedCase(problem, where) if problem.is_grouped else Case(problem, where)
 
 
 def _dense_providers(
@@ -197,6 +213,14 @@ def _grouped_providers(
     peers, missing = grouped_against(asked, recipes)
     own: list[Provider] = [GroupedKgen(dispatcher), GroupedKgen(dispatcher, by_offset=True)]
     return [*own, *peers], missing
+
+
+def _wgrad_providers(
+    dispatcher: Dispatcher, asked: Sequence[Against]
+) -> tuple[list[Provider], dict[str, str]]:
+    """Row-major scales of weight gradients are not timed."""
+    peers, missing = wgrad_against(asked)
+    return [WgradKgen(dispatcher), *peers], missing
 
 
 def _floor(
@@ -221,7 +245,7 @@ def bench_problem(
     row = Row(problem)
     ready: dict[str, Ready] = {}
     try:
-        case = GroupedCase(problem, where) if problem.is_grouped else Case(problem, where)
+        case = case_of(problem, where)
         for provider in providers:
             _prepare(provider, case, ready, row.notes)
         timed = {name: (one.verified, one.call) for name, one in ready.items()}
@@ -236,7 +260,10 @@ def bench_problem(
 
 
 def _prepare(
-    provider: Provider, case: Case | GroupedCase, ready: dict[str, Ready], notes: dict[str, str]
+    provider: Provider,
+    case: Case | GroupedCase | KGroupedCase,
+    ready: dict[str, Ready],
+    notes: dict[str, str],
 ) -> None:
     """Verify one provider, or note why it is not timed. A peer may refuse in its own way."""
     try:

@@ -35,10 +35,10 @@ On a Hopper GPU every candidate is verified before it is timed, and the fastest 
 no GPU the leading candidates are compiled, ranked by the analytic model and stored as predicted;
 a later run on a GPU starts from there. A run that was stopped goes on where it was.
 
-A PROBLEM, or a line of a shapes file, is a kind (dense, contiguous or masked) and fields: m, n, k,
-groups, recipe, a_dtype, b_dtype, d_dtype, bias, fast_accum, batch_invariant, num_sms, and weight,
-its share of the budget. A value may be a list (m=1,16) or a range (m=64..512*2 doubles,
-m=64..512+64 adds 64); the line stands for every combination."""
+A PROBLEM, or a line of a shapes file, is a kind (dense, contiguous, masked, wgrad or k_grouped) and
+fields: m, n, k, groups, recipe, a_dtype, b_dtype, d_dtype, bias, fast_accum, batch_invariant,
+num_sms, accumulate, and weight, its share of the budget. A value may be a list (m=1,16) or a range
+(m=64..512*2 doubles, m=64..512+64 adds 64); the line stands for every combination."""
 
 INTERRUPTED = 130
 

@@ -15,6 +15,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from kgen.runtime import bf16_ops
+from kgen.runtime.calls import Policy, Ready, run_ready
 from kgen.runtime.grouped import call_grouped, layout_given
 from kgen.runtime.operands import NO_SCALES, Inputs, unpack_bf16
 from kgen.runtime.ops import dispatch_modes
@@ -25,15 +26,11 @@ class Host:
     """What dense calls share; `kgen.runtime.gemm` hands it over.
 
     prepared         launches kept ready, by their tensors' addresses
-    policy           what holds for every call of the process
-    run              run a prepared launch for an output
     first_call       a call with tensors not seen before
     without_memory   a call with tensors that have no address
     """
 
-    prepared: dict[tuple[Any, ...], Any]
-    policy: Callable[[], tuple[Any, ...]]
-    run: Callable[[Any, torch.Tensor], None]
+    prepared: dict[tuple[Any, ...], Ready]
     first_call: Callable[[Inputs, tuple[Any, ...], Any], None]
     without_memory: Callable[[Inputs], None]
 
@@ -69,7 +66,7 @@ def bf16_gemm_nt(
         return
     host = _Calls.host
     try:
-        key: tuple[Any, ...] = a.data_ptr(), b.data_ptr(), out.data_ptr(), out.shape, host.policy()
+        key: tuple[Any, ...] = a.data_ptr(), b.data_ptr(), out.data_ptr(), out.shape, Policy.key
         if bias is not None:
             key = *key, bias.data_ptr()
         ready = host.prepared.get(key)
@@ -80,7 +77,7 @@ def bf16_gemm_nt(
         ready.same(a, b, out) if bias is None else ready.same(a, b, out, bias)
     )
     if ready is not None and same:
-        host.run(ready, out)
+        run_ready(ready, out)
     else:
         host.first_call(unpack_bf16(a, b, out, bias), key, ready)
 

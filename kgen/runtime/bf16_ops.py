@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from kgen.reference import D_DTYPE_NAMES
-from kgen.runtime.ops import check_bias, check_that, define
+from kgen.runtime.ops import check, check_bias, define
 
 Tensor = torch.Tensor
 
@@ -43,17 +43,17 @@ def register(
         ),
         "m_grouped_bf16_gemm_nt_masked": masked,
     }
-    define(kernels, _SCHEMAS, _FAKES)
+    define(_SCHEMAS, kernels, _FAKES)
 
 
 def _fake_dense(a: Tensor, b: Tensor, out: Tensor, *, bias: Tensor | None = None) -> None:
     for name, tensor in (("a", a), ("b", b)):
         _check_operand(name, tensor, 2, "[rows, K]")
-    check_that(b.shape[1] == a.shape[1], "b", b, f"[N, {a.shape[1]}], as a is {list(a.shape)}")
+    check(b.shape[1] == a.shape[1], "b", b, f"[N, {a.shape[1]}], as a is {list(a.shape)}")
     check_bias(bias, b, out.dtype)
     _check_out(out, 2, "[M, N]")
     fits = out.shape[0] == a.shape[0] and out.shape[1] == b.shape[0]
-    check_that(fits, "out", out, f"[{a.shape[0]}, {b.shape[0]}]")
+    check(fits, "out", out, f"[{a.shape[0]}, {b.shape[0]}]")
 
 
 def _fake_contiguous(
@@ -63,33 +63,33 @@ def _fake_contiguous(
     for name, layout in (("m_indices", indices), ("m_offsets", offsets)):
         if layout is not None:
             good = layout.dim() == 1 and layout.dtype == torch.int32
-            check_that(good, name, layout, "int32 [rows]")
+            check(good, name, layout, "int32 [rows]")
 
 
 def _fake_masked(a: Tensor, b: Tensor, out: Tensor, counts: Tensor, expected_m: int) -> None:
     _check_grouped(a, b, out, 3)
     good = counts.dim() == 1 and counts.dtype == torch.int32
-    check_that(good, "masked_m", counts, "int32 [G]")
+    check(good, "masked_m", counts, "int32 [G]")
 
 
 def _check_grouped(a: Tensor, b: Tensor, out: Tensor, dims: int) -> None:
     outer = "G, max M" if dims == 3 else "M"
     _check_operand("a", a, dims, f"[{outer}, K]")
     _check_operand("b", b, 3, "[G, N, K]")
-    check_that(b.shape[2] == a.shape[-1], "b", b, f"[G, N, {a.shape[-1]}]")
+    check(b.shape[2] == a.shape[-1], "b", b, f"[G, N, {a.shape[-1]}]")
     _check_out(out, dims, f"[{outer}, N]")
     fits = out.shape[-2] == a.shape[-2] and out.shape[-1] == b.shape[1]
-    check_that(fits, "out", out, f"{a.shape[-2]} rows and {b.shape[1]} columns")
+    check(fits, "out", out, f"{a.shape[-2]} rows and {b.shape[1]} columns")
 
 
 def _check_operand(name: str, tensor: Tensor, dims: int, shape: str) -> None:
     good = tensor.dim() == dims and tensor.dtype == torch.bfloat16
-    check_that(good, name, tensor, f"bfloat16 {shape}")
+    check(good, name, tensor, f"bfloat16 {shape}")
 
 
 def _check_out(out: Tensor, dims: int, shape: str) -> None:
     good = out.dim() == dims and out.dtype in D_DTYPE_NAMES
-    check_that(good, "out", out, f"BF16, FP16 or FP32 {shape}")
+    check(good, "out", out, f"BF16, FP16 or FP32 {shape}")
 
 
 _FAKES: Final[dict[str, Callable[..., Any]]] = {

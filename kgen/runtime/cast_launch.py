@@ -23,7 +23,7 @@ from kgen.runtime.plain import KERNELS, PlainKernel, Spec
 
 #: The halves of CastArgs of kgen/templates/casts/args.cuh.
 _ADDRESSES: Final = struct.Struct("<10Q")
-_TAIL: Final = struct.Struct("<10q4I")
+_TAIL: Final = struct.Struct("<10q4IQ")
 _OUT_TYPES: Final = {E4M3: "e4m3", torch.float8_e5m2: "e5m2"}
 #: Which elements share a scale: of the normal result, and of the transposed one, seen from x.
 _KINDS: Final = {
@@ -55,24 +55,34 @@ class _Plan:
     work: int
 
 
-def launch_cast(x: torch.Tensor, options: CastOptions) -> CastResult | None:
-    """Cast x, which is not empty, into new memory; None where there is no kernel."""
+def launch_cast(
+    x: torch.Tensor, options: CastOptions, rows: torch.Tensor | None = None
+) -> CastResult | None:
+    """Cast x, which is not empty, into new memory; None where there is no kernel.
+
+    With `rows`, contiguous int32: those rows of x, of which there is one, in tiles of their own,
+    so by no recipe of _GLOBAL and not in the normal direction alone.
+    """
     x = with_adjacent_columns(x)
-    key = x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TMA_ALIGN_BYTES, options
+    m = x.shape[0] if rows is None else rows.shape[0]
+    key = (
+        *(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TMA_ALIGN_BYTES),
+        *(options, None if rows is None else m),
+    )
     plan = KERNELS.plans.get(key)
     result = None
     if plan is None:
-        found = _kernels_for(x, options)
+        found = _kernels_for(x, options, m, rows is not None)
         if found is None:
             return None
-        result = options.allocate(x)
-        plan = _plan(x, options, result, found)
+        result = options.allocate(x, m)
+        plan = _plan(x, options, m, result, found)
         if len(KERNELS.plans) >= _MAX_PLANS:
             KERNELS.plans.clear()
         KERNELS.plans[key] = plan
-    result = result or options.allocate(x)
+    result = result or options.allocate(x, m)
     work = x.new_zeros(plan.work, dtype=torch.float32) if plan.work else None
-    args = _addresses(x, result, work) + plan.tail
+    args = _addresses(x, result, work, rows) + plan.tail
     for kernel in plan.kernels:
         kernel.launch(plan.grid, args)
     if options.amax and work is not None:
@@ -80,8 +90,10 @@ def launch_cast(x: torch.Tensor, options: CastOptions) -> CastResult | None:
     return result
 
 
-def _kernels_for(x: torch.Tensor, options: CastOptions) -> list[PlainKernel] | None:
-    m, k = x.shape
+def _kernels_for(
+    x: torch.Tensor, options: CastOptions, m: int, gather: bool
+) -> list[PlainKernel] | None:
+    k = x.shape[1]
     vector = is_vectorised(x, k)
     choice = (D_DTYPE_NAMES[x.dtype], _OUT_TYPES[options.dtype], vector, options.pow2_scales)
     if _is_by_row(options):
@@ -91,7 +103,7 @@ def _kernels_for(x: torch.Tensor, options: CastOptions) -> list[PlainKernel] | N
     first = options.recipe in _GLOBAL
     kinds = _KINDS[options.recipe]
     want_amax = options.amax or options.recipe == "tensor"
-    parts = (options.normal, options.transposed, options.transposed and m % 16 == 0, kinds)
+    parts = (options.normal, options.transposed, options.transposed and m % 16 == 0, kinds, gather)
     specs = [_tile_spec(*choice, "cast", first, want_amax and not first, *parts)]
     if first:
         specs.insert(0, _tile_spec(*choice, "amax", first, want_amax, *parts))
@@ -104,9 +116,13 @@ def _is_by_row(options: CastOptions) -> bool:
 
 
 def _plan(
-    x: torch.Tensor, options: CastOptions, result: CastResult, kernels: list[PlainKernel]
+    x: torch.Tensor,
+    options: CastOptions,
+    m: int,
+    result: CastResult,
+    kernels: list[PlainKernel],
 ) -> _Plan:
-    m, k = x.shape
+    k = x.shape[1]
     grid, work = ceil_div(m, SCALE_BLOCK) * ceil_div(k, SCALE_BLOCK), 0
     if _is_by_row(options):
         grid = m if options.recipe == "row" else _row_tiles(m, k)
@@ -124,12 +140,14 @@ def launch_rows(
     swiglu: bool = False,
     masked_m: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
+    row_weights: torch.Tensor | None = None,
 ) -> bool:
     """Cast per token into checked memory: x, its SwiGLU, or those rows of it that `rows` names.
 
-    False where there is no kernel, or no memory.
+    `row_weights`, contiguous, multiply the rows of a SwiGLU. False where there is no kernel, or no
+    memory.
     """
-    if any_stands_for_another(x, values, scales, masked_m, rows):
+    if any_stands_for_another(x, values, scales, masked_m, rows, row_weights):
         return False
     x = with_adjacent_columns(x)
     k = values.shape[-1]
@@ -143,6 +161,7 @@ def launch_rows(
         swiglu,
         masked_m is not None,
         rows is not None,
+        row_weights is not None,
     )
     kernels = KERNELS.find(x.device, spec)
     if kernels is None:
@@ -155,7 +174,7 @@ def launch_rows(
     if masked_m is not None:
         grid = min(grid, KERNELS.num_sms(x.device) * _WALKERS)
     result = CastResult(values, scales, None, None, None)
-    args = _addresses(x, result, None, rows, masked_m) + _tail(x, result)
+    args = _addresses(x, result, None, rows, masked_m) + _tail(x, result, row_weights)
     kernels[0].launch(grid, args)
     return True
 
@@ -188,8 +207,8 @@ def _addresses(
     )
 
 
-def _tail(x: torch.Tensor, result: CastResult) -> bytes:
-    """The second half of CastArgs: strides and sizes."""
+def _tail(x: torch.Tensor, result: CastResult, row_weights: torch.Tensor | None = None) -> bytes:
+    """The second half of CastArgs: strides, sizes and what came later."""
     values, scales, values_t, scales_t, _ = result
     strides = (
         x.stride(-2),
@@ -200,8 +219,14 @@ def _tail(x: torch.Tensor, result: CastResult) -> bytes:
         *(t.stride(0) if t is not None and t.dim() == 3 else 0 for t in (x, values, scales)),
     )
     groups = x.shape[0] if x.dim() == 3 else 1
-    m, k = (x if values is None else values).shape[-2:]  # values': of a SwiGLU, of a gather
-    return _TAIL.pack(*strides, m, k, x.shape[-2], groups)
+    # The result's: x has other columns before a SwiGLU, other rows before a gather.
+    m, k = x.shape[-2:]
+    if values is not None:
+        m, k = values.shape[-2:]
+    elif values_t is not None:
+        k, m = values_t.shape
+    weights = 0 if row_weights is None else row_weights.data_ptr()
+    return _TAIL.pack(*strides, m, k, x.shape[-2], groups, weights)
 
 
 def _row_tiles(m: int, k: int) -> int:
@@ -226,6 +251,7 @@ def _rows_spec(  # noqa: PLR0917, a kernel's choices, made once each
     swiglu: bool = False,
     masked: bool = False,
     gather: bool = False,
+    weighted: bool = False,
 ) -> Spec:
     return Spec("casts/rows.cu.j2", "kgen_cast_rows", 256, dict(locals()))
 
@@ -250,6 +276,7 @@ def _tile_spec(  # noqa: PLR0917
     transposed: bool,
     vector_t: bool,
     kinds: tuple[str, str],
+    gather: bool,
 ) -> Spec:
     variables = dict(locals())
     variables["normal_scale"], variables["transposed_scale"] = variables.pop("kinds")

@@ -66,9 +66,12 @@ class CastOptions:
             raise UnsupportedInput(f"x is a {type(x).__name__}: expected a torch.Tensor")
         quant.check_cast_input(x, self.recipe, self.dtype)
 
-    def allocate(self, x: torch.Tensor) -> CastResult:
-        """Memory for the results, uninitialised but for `amax`, which is zero."""
-        m, k = x.shape
+    def allocate(self, x: torch.Tensor, m: int | None = None) -> CastResult:
+        """Memory for the results, uninitialised but for `amax`, which is zero.
+
+        `m`: rows that are cast, where they are not those of x.
+        """
+        m, k = x.shape[0] if m is None else m, x.shape[1]
         values = scales = values_t = scales_t = None
         if self.normal:
             values = x.new_empty(m, k, dtype=self.dtype)

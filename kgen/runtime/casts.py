@@ -12,27 +12,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
-from kgen import quant
-from kgen.errors import UnsupportedInput
 from kgen.problem import SCALE_BLOCK, ceil_div
 from kgen.quant import E4M3
 from kgen.runtime import ops
-from kgen.runtime.cast_launch import MAX_GROUPS, launch_cast, launch_rows
+from kgen.runtime.cast_launch import launch_cast
 from kgen.runtime.cast_options import CastOptions, CastResult
-from kgen.runtime.guard import count_write
-from kgen.runtime.operands import share_memory
+from kgen.runtime.swiglu import SwigluGradients, swiglu_backward, swiglu_per_token_cast_to_fp8
+from kgen.runtime.turn import transpose_block_cast
 
 __all__ = [
     "CastResult",
+    "SwigluGradients",
     "cast_to_fp8",
     "per_block_cast_to_fp8",
     "per_channel_cast_to_fp8",
     "per_row_cast_to_fp8",
     "per_tensor_cast_to_fp8",
     "per_token_cast_to_fp8",
+    "swiglu_backward",
     "swiglu_per_token_cast_to_fp8",
+    "transpose_block_cast",
 ]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -68,7 +68,7 @@ def cast_to_fp8(
     """
     options = CastOptions(recipe, direction, amax, pow2_scales, row_major_scales, dtype)
     options.check(x)
-    if is_dynamo_compiling() or ops.any_stands_for_another(x):
+    if ops.is_traced(x):
         return ops.call_cast(x, options)
     return run_cast(x, options)
 
@@ -85,8 +85,12 @@ def per_token_cast_to_fp8(x: torch.Tensor, **choices: Any) -> Pair:
 def per_block_cast_to_fp8(x: torch.Tensor, **choices: Any) -> Pair:
     """Values [N, K] and scales [ceil(N/128), ceil(K/128)]: one for each 128x128 block of x [N, K].
 
-    `choices` as in `per_token_cast_to_fp8`.
+    x may be [G, N, K], experts' weights: values and scales then are [G, ...], each group cast by
+    itself; where N is no multiple of 128 that is a launch for each. `choices` as in
+    `per_token_cast_to_fp8`.
     """
+    if isinstance(x, torch.Tensor) and x.dim() == 3:
+        return _groups(x, **choices)
     return _pair(x, "block", **choices)
 
 
@@ -114,41 +118,6 @@ def per_tensor_cast_to_fp8(x: torch.Tensor, **choices: Any) -> Pair:
     return _pair(x, "tensor", **choices)
 
 
-def swiglu_per_token_cast_to_fp8(
-    x: torch.Tensor,
-    masked_m: torch.Tensor | None = None,
-    *,
-    pow2_scales: bool = False,
-    row_major_scales: bool = False,
-    dtype: torch.dtype = E4M3,
-    out: Pair | None = None,
-) -> Pair:
-    """Cast gate / (1 + e^-gate) · up per token, for x = (gate, up) side by side; FP32 in between.
-
-    x [M, 2H] gives values [M, H] and scales [M, ceil(H/128)]. With `masked_m`, int32 [G] on the
-    device, x is [G, max_m, 2H] and only the first masked_m[g] rows of group g are read and written;
-    the rest costs nothing. `out` holds memory for values and scales, the values' rows adjacent or
-    pitched; without it the result is new memory, laid out as `cast_to_fp8` says for each group.
-    The kernel's e^x is within 2 units in the last place: where a value lies next to a rounding
-    boundary it may differ from the reference by one FP8 step. Raises UnsupportedInput.
-    """
-    CastOptions(pow2_scales=pow2_scales, dtype=dtype).check(x[0] if _masked(x, masked_m) else x)
-    if x.shape[-1] % 2:
-        raise UnsupportedInput(f"x is {list(x.shape)}: expected gate and up, [..., 2H]")
-    ops.refuse_gradient("swiglu_per_token_cast_to_fp8", (x,))
-    shape = (*x.shape[:-1], x.shape[-1] // 2)
-    if out is None:
-        values, scales = _empty_rows(x, shape, row_major_scales, dtype)
-    else:
-        values, scales = check_out(out, x, shape, dtype)
-    if not launch_rows(x, values, scales, pow2_scales=pow2_scales, swiglu=True, masked_m=masked_m):
-        with torch.no_grad():
-            _swiglu_reference(x, masked_m, values, scales, pow2_scales)
-    count_write((values,))
-    count_write((scales,))
-    return values, scales
-
-
 # ------------------------------------------------------------------------------ the path
 
 
@@ -160,46 +129,6 @@ def run_cast(x: torch.Tensor, options: CastOptions) -> CastResult:
             return options.reference(x)
         result = launch_cast(x, options)
         return options.reference(x) if result is None else result
-
-
-# ------------------------------------------------------------------------------- tensors
-
-
-def check_out(out: Any, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Pair:
-    """The pair of values and scales, which x's FP8 of `shape`, cast per token, can be written to.
-
-    Raises UnsupportedInput for anything else.
-    """
-    if not isinstance(out, tuple | list) or len(out) != 2:
-        raise UnsupportedInput(f"out is a {type(out).__name__}: expected the pair (values, scales)")
-    values, scales = out
-    blocks = (*shape[:-1], ceil_div(shape[-1], SCALE_BLOCK))
-    for name, tensor, kind, wanted in (
-        ("values", values, dtype, shape),
-        ("scales", scales, torch.float32, blocks),
-    ):
-        if not isinstance(tensor, torch.Tensor):
-            raise UnsupportedInput(f"out's {name} are a {type(tensor).__name__}: expected a tensor")
-        if tensor.dtype != kind or tuple(tensor.shape) != wanted or tensor.device != x.device:
-            raise UnsupportedInput(
-                f"out's {name} are {tensor.dtype}{list(tensor.shape)} on {tensor.device}: "
-                f"expected {kind}{list(wanted)} on {x.device}"
-            )
-        if any(n > 1 and step == 0 for n, step in zip(wanted, tensor.stride(), strict=True)):
-            raise UnsupportedInput(
-                f"out's {name} have strides {tuple(tensor.stride())}, expanded over one value: "
-                "expected memory for each element"
-            )
-        has_memory = not (x.is_meta or ops.any_stands_for_another(x, tensor))
-        if has_memory and share_memory(tensor, x):
-            raise UnsupportedInput(
-                f"out's {name} share memory with x: expected memory of their own"
-            )
-    if values.shape[-1] > 1 and values.stride(-1) != 1:
-        raise UnsupportedInput(
-            f"out's values have strides {tuple(values.stride())}: expected adjacent columns"
-        )
-    return values, scales
 
 
 def _pair(x: torch.Tensor, recipe: str, *, transposed: bool = False, **choices: Any) -> Pair:
@@ -216,53 +145,18 @@ def _pair(x: torch.Tensor, recipe: str, *, transposed: bool = False, **choices: 
     return pair[0], pair[1]
 
 
-def _masked(x: Any, masked_m: torch.Tensor | None) -> bool:
-    """Whether there is a mask; raises UnsupportedInput for one that does not fit x."""
-    if not isinstance(x, torch.Tensor):
-        raise UnsupportedInput(f"x is a {type(x).__name__}: expected a torch.Tensor")
-    if masked_m is None:
-        return False
-    if x.dim() != 3 or not 1 <= x.shape[0] <= MAX_GROUPS:
-        raise UnsupportedInput(
-            f"x is {list(x.shape)}: with masked_m expected [G, max_m, 2H] with G from 1 to "
-            f"{MAX_GROUPS}"
-        )
-    if not isinstance(masked_m, torch.Tensor):
-        raise UnsupportedInput(f"masked_m is a {type(masked_m).__name__}: expected a torch.Tensor")
-    good = masked_m.dtype == torch.int32 and masked_m.device == x.device
-    if not good or masked_m.shape != x.shape[:1] or not masked_m.is_contiguous():
-        raise UnsupportedInput(
-            f"masked_m is {masked_m.dtype}{list(masked_m.shape)} on {masked_m.device}: expected "
-            f"contiguous torch.int32[{x.shape[0]}] on {x.device}"
-        )
-    return True
-
-
-def _empty_rows(
-    x: torch.Tensor, shape: tuple[int, ...], row_major: bool, dtype: torch.dtype
-) -> Pair:
-    """New memory for FP8 of `shape`, [M, H] or [G, M, H], cast per token."""
-    scales = x.new_empty((*shape[:-1], ceil_div(shape[-1], SCALE_BLOCK)), dtype=torch.float32)
-    return x.new_empty(shape, dtype=dtype), scales if row_major else quant.empty_col_major(scales)
-
-
-def _swiglu_reference(
-    x: torch.Tensor,
-    masked_m: torch.Tensor | None,
-    values: torch.Tensor,
-    scales: torch.Tensor,
-    pow2_scales: bool,
-) -> None:
-    rows = quant.swiglu(x).flatten(0, -2)
-    q, s = quant.cast_to_fp8(rows, "token", dtype=values.dtype, pow2_scales=pow2_scales)
-    q, s = q.view(values.shape), s.view(scales.shape)
-    if masked_m is not None:  # by no count of the host's: a tracer knows none
-        row = torch.arange(x.shape[1], device=x.device)
-        counts = (row < masked_m[:, None])[..., None]
-        q = torch.where(counts, q.view(torch.uint8), values.view(torch.uint8)).view(values.dtype)
-        s = torch.where(counts, s, scales)
-    values.copy_(q)
-    scales.copy_(s)
+def _groups(x: torch.Tensor, *, transposed: bool = False, **choices: Any) -> Pair:
+    """Block casts of x [G, N, K]: one of its rows together where no block has two groups' rows."""
+    groups, n, k = x.shape
+    blocks = ceil_div(n, SCALE_BLOCK), ceil_div(k, SCALE_BLOCK)
+    if n % SCALE_BLOCK == 0 or groups <= 1:
+        values, scales = _pair(x.reshape(groups * n, k), "block", **choices)
+        pair = values.view(groups, n, k), scales.view(groups, *blocks)
+    else:
+        pairs = [_pair(group, "block", **choices) for group in x]
+        stacked = torch.stack([values.view(torch.uint8) for values, _ in pairs])
+        pair = stacked.view(pairs[0][0].dtype), torch.stack([scales for _, scales in pairs])
+    return transpose_block_cast(pair) if transposed else pair
 
 
 ops.register_casts(run_cast)

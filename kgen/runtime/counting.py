@@ -13,6 +13,7 @@ from kgen.runtime.grouped_kernel import GroupedKernel
 from kgen.runtime.kernel import Kernel, Launch
 from kgen.runtime.operands import Sizes
 from kgen.runtime.record import RECORDER
+from kgen.runtime.wgrad_kernel import KGroupedKernel, WgradKernel
 
 
 class CountedLaunch(Launch):
@@ -57,6 +58,30 @@ class CountedGroupedKernel(GroupedKernel):
         return CountedLaunch(super().prepare_grouped(*args, **options), self._cell)
 
 
+class CountedWgradKernel(WgradKernel):
+    """The same of kind wgrad."""
+
+    def __init__(self, kernel: WgradKernel, cell: list[int]) -> None:
+        vars(self).update(vars(kernel))
+        self._cell = cell
+
+    def prepare(self, *tensors: Any, **options: Any) -> Launch:
+        """As in WgradKernel."""
+        return CountedLaunch(super().prepare(*tensors, **options), self._cell)
+
+
+class CountedKGroupedKernel(KGroupedKernel):
+    """The same of kind k_grouped."""
+
+    def __init__(self, kernel: KGroupedKernel, cell: list[int]) -> None:
+        vars(self).update(vars(kernel))
+        self._cell = cell
+
+    def prepare_k_grouped(self, *args: Any, **options: Any) -> Launch:
+        """As in KGroupedKernel."""
+        return CountedLaunch(super().prepare_k_grouped(*args, **options), self._cell)
+
+
 def counted(kernel: Kernel, problem: GemmProblem, guessed: bool) -> Kernel:
     """The kernel for calls of a problem: one that counts them, or itself where none are recorded.
 
@@ -67,6 +92,10 @@ def counted(kernel: Kernel, problem: GemmProblem, guessed: bool) -> Kernel:
         return kernel
     if isinstance(kernel, GroupedKernel):
         return CountedGroupedKernel(kernel, cell)
+    if isinstance(kernel, KGroupedKernel):
+        return CountedKGroupedKernel(kernel, cell)
+    if isinstance(kernel, WgradKernel):
+        return CountedWgradKernel(kernel, cell)
     return CountedKernel(kernel, cell)
 
 

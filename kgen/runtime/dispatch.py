@@ -21,8 +21,8 @@ from kgen.errors import DatabaseError, DriverError, KgenError, LaunchError
 from kgen.problem import GemmProblem
 from kgen.runtime import driver
 from kgen.runtime.counting import counted
-from kgen.runtime.grouped_kernel import KERNELS
 from kgen.runtime.kernel import Kernel
+from kgen.runtime.kernels import KERNELS
 from kgen.runtime.lookup import Choice, Winner, choose, default_for, read_winners
 from kgen.runtime.stats import Stats
 from kgen.settings import Settings
@@ -201,9 +201,9 @@ class Dispatcher:
 
 
 def _how_to_warm(problem: GemmProblem) -> str:
-    if problem.is_grouped:
-        return "run the same call once"
     sizes = f"m={problem.m}, n={problem.n}, k={problem.k}"
+    if problem.kind != "dense":
+        sizes += f', kind="{problem.kind}", groups={problem.groups}'
     return f"run the same call once, or kgen.runtime.gemm.warm_up({sizes}, ...)"
 
 

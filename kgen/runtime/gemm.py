@@ -11,44 +11,58 @@ Must not import search, verify, measure or optuna.
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from kgen.device import Device
-from kgen.errors import KgenError, UnsupportedInput, UsageError
-from kgen.problem import RECIPES, GemmProblem
+from kgen.errors import UnsupportedInput
+from kgen.problem import DENSE_RECIPES, GemmProblem
 from kgen.reference import (
     D_DTYPE_NAMES,
     FP8_DTYPES,
     OPERAND_DTYPE_NAMES,
     gemm_reference_into,
 )
-from kgen.runtime import bf16, grouped, ops
+from kgen.runtime import bf16, calls, grouped, ops, wgrad
 from kgen.runtime.bf16 import (
     bf16_gemm_nt,
     m_grouped_bf16_gemm_nt_contiguous,
     m_grouped_bf16_gemm_nt_masked,
+)
+from kgen.runtime.calls import (
+    Policy,
+    Ready,
+    get_num_sms,
+    is_batch_invariant,
+    last_path,
+    missed_shapes,
+    reset_stats,
+    run_ready,
+    set_batch_invariant,
+    set_num_sms,
+    set_path,
+    stats,
 )
 from kgen.runtime.casts import (
     per_block_cast_to_fp8,
     per_row_cast_to_fp8,
     per_tensor_cast_to_fp8,
     per_token_cast_to_fp8,
+    transpose_block_cast,
 )
 from kgen.runtime.copies import copy_reasons, is_worth_turning, run_with_copies
 from kgen.runtime.counting import count_reference
-from kgen.runtime.dispatch import (
-    Dispatcher,
-    Plan,
-    StoredBuilder,
-    hopper_ordinal,
-    raise_if_final,
+from kgen.runtime.dgrad import (
+    check_directions,
+    m_grouped_dgrad_gemm_fp8_fp8_bf16_nt_contiguous,
+    m_grouped_dgrad_gemm_fp8_fp8_bf16_nt_masked,
+    m_grouped_dgrad_gemm_fp8_nt_contiguous,
+    m_grouped_dgrad_gemm_fp8_nt_masked,
 )
+from kgen.runtime.dispatch import Plan
 from kgen.runtime.grouped import (
     get_m_alignment_for_contiguous_layout,
     m_grouped_gemm_fp8_fp8_bf16_nt_contiguous,
@@ -56,26 +70,35 @@ from kgen.runtime.grouped import (
     m_grouped_gemm_fp8_nt_contiguous,
     m_grouped_gemm_fp8_nt_masked,
 )
-from kgen.runtime.guard import Same, count_write, layout_of, same_as
-from kgen.runtime.kernel import Launch, current_device, current_stream
+from kgen.runtime.guard import count_write, layout_of, same_as
 from kgen.runtime.operands import Inputs, Sizes, as_matrices, check, unpack
 from kgen.runtime.ops import dispatch_modes, get_col_major_tma_aligned_tensor
 from kgen.runtime.record import RECORDER
-from kgen.runtime.stats import KgenWarning, Stats
-from kgen.settings import Settings, batch_invariant_by_default
+from kgen.runtime.stats import KgenWarning
+from kgen.runtime.wgrad import (
+    k_grouped_wgrad_gemm_fp8_fp8_fp32_nt,
+    wgrad_gemm_fp8_fp8_fp32_nt,
+)
 
 __all__ = [
     "KgenWarning",
     "bf16_gemm_nt",
+    "dgrad_gemm_fp8_fp8_bf16_nt",
+    "dgrad_gemm_fp8_nt",
     "gemm_fp8_fp8_bf16_nt",
     "gemm_fp8_nt",
     "get_col_major_tma_aligned_tensor",
     "get_m_alignment_for_contiguous_layout",
     "get_num_sms",
     "is_batch_invariant",
+    "k_grouped_wgrad_gemm_fp8_fp8_fp32_nt",
     "last_path",
     "m_grouped_bf16_gemm_nt_contiguous",
     "m_grouped_bf16_gemm_nt_masked",
+    "m_grouped_dgrad_gemm_fp8_fp8_bf16_nt_contiguous",
+    "m_grouped_dgrad_gemm_fp8_fp8_bf16_nt_masked",
+    "m_grouped_dgrad_gemm_fp8_nt_contiguous",
+    "m_grouped_dgrad_gemm_fp8_nt_masked",
     "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous",
     "m_grouped_gemm_fp8_fp8_bf16_nt_masked",
     "m_grouped_gemm_fp8_nt_contiguous",
@@ -92,44 +115,12 @@ __all__ = [
     "set_batch_invariant",
     "set_num_sms",
     "stats",
+    "transpose_block_cast",
     "warm_up",
+    "wgrad_gemm_fp8_fp8_fp32_nt",
 ]
 
-#: Launches kept ready, by their tensors' addresses and the output's shape; about 2 KB each.
-_MAX_PREPARED: Final = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """A launch for tensors at known addresses, right as long as `same` or `layout` holds."""
-
-    same: Same
-    layout: tuple[Any, ...]
-    ordinal: int
-    launch: Launch
-
-
-_stats = Stats()
-_prepared: dict[tuple[Any, ...], _Ready] = {}
-#: By device; for one that kernels can not be had for, the reason.
-_dispatchers: dict[int, Dispatcher | str] = {}
-_lock = threading.Lock()
-
-
-class _State(threading.local):
-    path = ""
-
-
-class _Policy:
-    """What holds for every call of the process; `key` changes with any of it."""
-
-    num_sms = 0
-    #: None until a call or `is_batch_invariant` asks: then KGEN_BATCH_INVARIANT is read.
-    batch_invariant: bool | None = None
-    key: tuple[int, bool | None] = (0, None)
-
-
-_state = _State()
+_prepared: dict[tuple[Any, ...], Ready] = {}
 
 
 # ---------------------------------------------------------------------------- operations
@@ -171,7 +162,7 @@ def gemm_fp8_nt(
     try:
         (a, sfa), (b, sfb) = lhs, rhs
         addresses = a.data_ptr(), sfa.data_ptr(), b.data_ptr(), sfb.data_ptr(), out.data_ptr()
-        key: tuple[Any, ...] = addresses, out.shape, recipe, fast_accum, _Policy.key
+        key: tuple[Any, ...] = addresses, out.shape, recipe, fast_accum, Policy.key
         if bias is not None:
             key = *key, bias.data_ptr()
         ready = _prepared.get(key)
@@ -182,7 +173,7 @@ def gemm_fp8_nt(
         ready.same(a, sfa, b, sfb, out) if bias is None else ready.same(a, sfa, b, sfb, out, bias)
     )
     if ready is not None and same:
-        _run(ready, out)
+        run_ready(ready, out)
     else:
         _first_call(unpack(lhs, rhs, out, bias, recipe, fast_accum), key, ready)
 
@@ -222,46 +213,37 @@ def gemm_fp8_fp8_bf16_nt(
     gemm_fp8_nt(lhs, rhs, out)
 
 
-def set_num_sms(num_sms: int) -> None:
-    """Run on at most this many SMs from now on, leaving the rest to others; 0: all of them.
+def dgrad_gemm_fp8_nt(
+    grad: tuple[torch.Tensor, torch.Tensor],
+    weight_t: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    *,
+    recipe: str | None = None,
+    fast_accum: bool = False,
+) -> None:
+    """Write dX = dY · W, the input's gradient of Y = X · Wᵀ, into `out`, by W transposed.
 
-    The budget is part of the problem: other kernels may be the best for it. Raises UsageError
-    for a number below 0, or above what the current device has once CUDA is in use.
+    grad            (dY [M, N], its scales), cast as A of `gemm_fp8_nt` is
+    weight_t        (Wᵀ [K, N], its scales), cast as B is: `per_block_cast_to_fp8(w,
+                    transposed=True)`, or `kgen.runtime.casts.transpose_block_cast` of a cast W
+    out [M, K]      BF16, FP16 or FP32
+
+    It is `gemm_fp8_nt` of these, with its other choices and errors; a there is dY here, b is Wᵀ.
+    Operands that are not transposed as this says raise UnsupportedInput, which names the cast; only
+    with N = K, or M = N, can nobody see it.
     """
-    if isinstance(num_sms, bool) or not isinstance(num_sms, int) or num_sms < 0:
-        raise UsageError(f"num_sms={num_sms!r}: expected a whole number, 0 for all SMs")
-    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    most = _device_sms() if initialized else 0
-    if most and num_sms > most:
-        raise UsageError(f"num_sms={num_sms}: the current device has {most}")
-    _Policy.num_sms = num_sms
-    _Policy.key = num_sms, _Policy.batch_invariant
+    check_directions(grad, weight_t, out)
+    gemm_fp8_nt(grad, weight_t, out, recipe=recipe, fast_accum=fast_accum)
 
 
-def get_num_sms() -> int:
-    """The budget set, or the current device's SM count; 0 where neither is known."""
-    return _Policy.num_sms or _device_sms()
-
-
-def set_batch_invariant(enabled: bool) -> None:
-    """From now on, whether the bits of a row of the result must not depend on how many rows M is.
-
-    One order of summing then serves every M of an N and K; the SM budget and the GPU do not change
-    it either. It is part of the problem: tune with batch_invariant=true in the shapes. Until this
-    is called KGEN_BATCH_INVARIANT says it. Where the reference answers nothing is promised.
-    Raises UsageError for anything but a bool.
-    """
-    if not isinstance(enabled, bool):
-        raise UsageError(f"batch_invariant={enabled!r}: expected True or False")
-    _Policy.batch_invariant = enabled
-    _Policy.key = _Policy.num_sms, enabled
-
-
-def is_batch_invariant() -> bool:
-    """What `set_batch_invariant` or KGEN_BATCH_INVARIANT says; raises UsageError for the latter."""
-    if _Policy.batch_invariant is None:
-        set_batch_invariant(batch_invariant_by_default())
-    return bool(_Policy.batch_invariant)
+def dgrad_gemm_fp8_fp8_bf16_nt(
+    grad: tuple[torch.Tensor, torch.Tensor],
+    weight_t: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+) -> None:
+    """`dgrad_gemm_fp8_nt` with a BF16 output."""
+    check_directions(grad, weight_t, out)
+    gemm_fp8_fp8_bf16_nt(grad, weight_t, out)
 
 
 def warm_up(
@@ -272,39 +254,13 @@ def warm_up(
     device: torch.device | str | int = "cuda",
     **options: Any,
 ) -> None:
-    """Build and load what `gemm_fp8_nt` needs for these sizes, before it is timed or captured.
+    """Build and load what a call needs for these sizes, before it is timed or captured.
 
     `options` as in `plan_for`. Launches nothing. Does nothing where the reference would answer.
     """
     _check_out_dtype(out_dtype)
     for rows in [m] if isinstance(m, int) else m:
         plan_for(rows, n, k, out_dtype, device, **options)
-
-
-# ------------------------------------------------------------------------------- reports
-
-
-def last_path() -> str:
-    """What answered this thread's last call.
-
-    "kernel" · "kernel with copies" · "reference" · "empty": nothing to compute · "": no call yet.
-    """
-    return _state.path
-
-
-def stats() -> dict[str, Any]:
-    """Counters of this process: see `kgen.runtime.stats.Stats`."""
-    return _stats.snapshot()
-
-
-def reset_stats() -> None:
-    """Start counting anew."""
-    _stats.reset()
-
-
-def missed_shapes() -> list[str]:
-    """The problems called that were not tuned, as lines for a file for `kgen tune --shapes`."""
-    return _stats.missed_shapes()
 
 
 def plan_for(
@@ -314,33 +270,62 @@ def plan_for(
     out_dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | int = "cuda",
     *,
-    recipe: str = "block",
+    kind: str = "dense",
+    groups: int = 1,
+    recipe: str | None = None,
     a_dtype: torch.dtype | None = None,
     b_dtype: torch.dtype | None = None,
     bias: bool = False,
     fast_accum: bool = False,
+    accumulate: bool | None = None,
 ) -> Plan | None:
     """How a call with these sizes is answered; None where the reference answers by design.
 
-    `recipe` is that of its scales, or "none": BF16 operands. `a_dtype` and `b_dtype` are the types
-    of its operands (None: E4M3, or BF16 under "none"), `bias` is whether it gives one. Builds and
-    loads the kernel as the call would.
+    `kind` and `groups` are those of a grouped call, "contiguous" or "masked"; m then is the rows of
+    a group that its kernel is chosen for, as in a shapes line: ceil(M / groups), or `expected_m`
+    within 1 and max M. Of weight gradients, "wgrad" and "k_grouped", `accumulate` is the call's; k
+    is what each group sums over. `recipe` is that of its scales, or "none": BF16 operands (None:
+    that of a shapes line which leaves it out). `a_dtype` and `b_dtype` are the types of its
+    operands (None: E4M3, or BF16 under "none"), `bias` is whether it gives one. Builds and loads
+    the kernel as the call would. Raises UnsupportedInput, and UsageError for a kind, sizes or types
+    that no kernel takes.
     """
     _check_out_dtype(out_dtype)
+    is_dense = (kind, groups) == ("dense", 1)
+    if is_dense and recipe is None:
+        recipe = "block"
     dtypes = (torch.bfloat16,) if recipe == "none" else FP8_DTYPES
     a_dtype, b_dtype = a_dtype or dtypes[0], b_dtype or dtypes[0]
     for name, dtype in (("a_dtype", a_dtype), ("b_dtype", b_dtype)):
         if dtype not in dtypes:
             expected = " or ".join(str(one).removeprefix("torch.") for one in dtypes)
             raise UnsupportedInput(f"{name}={dtype}: expected {expected} for recipe={recipe!r}")
-    if recipe not in RECIPES or (fast_accum and recipe not in ("row", "tensor")):
+    if (is_dense and recipe not in DENSE_RECIPES) or (fast_accum and recipe in ("block", "none")):
         raise UnsupportedInput(
             f"recipe={recipe!r} with fast_accum={fast_accum}: expected one of "
-            f"{', '.join(RECIPES)}, and fast_accum for row and tensor only"
+            f"{', '.join(DENSE_RECIPES)}, and fast_accum for row and tensor only"
         )
     torch_device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    ordinal = hopper_ordinal(torch_device)
-    if ordinal is None or min(m, n, k) < 1:
+    ordinal = calls.ordinal_of(torch_device)
+    if min(m, n, k, groups) < 1:
+        return None
+    if not is_dense or recipe is None:
+        given = {"recipe": recipe, "accumulate": accumulate}
+        problem = GemmProblem.of(
+            kind,
+            m,
+            n,
+            k,
+            groups=groups,
+            a_dtype=OPERAND_DTYPE_NAMES[a_dtype],
+            b_dtype=OPERAND_DTYPE_NAMES[b_dtype],
+            d_dtype=D_DTYPE_NAMES[out_dtype],
+            bias=bias,
+            fast_accum=fast_accum,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+        return None if ordinal is None else calls.plan_of(ordinal, problem.with_num_sms)[0]
+    if ordinal is None:
         return None
     sizes = Sizes(
         m,
@@ -363,25 +348,14 @@ def _check_out_dtype(out_dtype: torch.dtype) -> None:
 
 def reload() -> None:
     """Forget every choice, so that the next calls see what was tuned since, and the settings."""
-    with _lock:
-        _dispatchers.clear()
-        _prepared.clear()
-        grouped.forget()
+    calls.forget()
+    _prepared.clear()
+    grouped.forget()
+    wgrad.forget()
     RECORDER.reopen()
 
 
 # ------------------------------------------------------------------------------ the path
-
-
-def _run(ready: _Ready, out: torch.Tensor) -> None:
-    ordinal = ready.ordinal
-    if current_device() == ordinal:
-        ready.launch.run(current_stream(ordinal))
-    else:
-        with torch.cuda.device(ordinal):
-            ready.launch.run(current_stream(ordinal))
-    count_write((out,))
-    _state.path = "kernel"
 
 
 def _without_memory(x: Inputs) -> None:
@@ -391,7 +365,7 @@ def _without_memory(x: Inputs) -> None:
     ops.call_gemm(x)
 
 
-def _first_call(x: Inputs, key: tuple[Any, ...], ready: _Ready | None) -> None:
+def _first_call(x: Inputs, key: tuple[Any, ...], ready: Ready | None) -> None:
     """A call with tensors not seen before, or that are never served from `_prepared`.
 
     `ready`: what is prepared for these addresses, and may fit after all.
@@ -400,146 +374,68 @@ def _first_call(x: Inputs, key: tuple[Any, ...], ready: _Ready | None) -> None:
     if ops.stand_for_others(x):
         ops.call_gemm(x)
         return
-    if _Policy.batch_invariant is None:  # the first call of all: its key says nothing yet
+    if Policy.batch_invariant is None:  # the first call of all: its key says nothing yet
         is_batch_invariant()
-        key = tuple(_Policy.key if part == (_Policy.num_sms, None) else part for part in key)
+        key = tuple(Policy.key if part == (Policy.num_sms, None) else part for part in key)
     ops.refuse_gradient("gemm_fp8_nt" if x.has_scales else "bf16_gemm_nt", tensors)
     if ready is not None and layout_of(tensors) == ready.layout:
-        _remember(key, replace(ready, same=same_as(tensors)))
-        _run(ready, x.out)
+        calls.remember(_prepared, key, replace(ready, same=same_as(tensors)))
+        run_ready(ready, x.out)
         return
     sizes = check(x)
     if min(sizes.m, sizes.n) == 0:
-        _state.path = "empty"
+        set_path("empty")
         return
     if sizes.k == 0:
         with torch.no_grad():
             x.out.zero_() if x.bias is None else x.out.copy_(x.bias.expand_as(x.out))
-        _state.path = "empty"
+        set_path("empty")
         return
     x = as_matrices(x, sizes.recipe)
-    ordinal = hopper_ordinal(x.a.device)
+    ordinal = calls.ordinal_of(x.a.device)
     plan = None if ordinal is None else _plan(ordinal, sizes)
     if ordinal is None or plan is None or plan.kernel is None:
-        count_reference(sizes, _Policy.num_sms, is_batch_invariant())
+        count_reference(sizes, Policy.num_sms, is_batch_invariant())
         _refer(x, sizes, plan.reason if plan else "")
         return
-    num_sms = _budget(plan.kernel.device)
+    num_sms = calls.budget(plan.kernel.device)
     reasons = copy_reasons(x, sizes)
     if reasons or is_worth_turning(x.sfa):
-        run_with_copies(x, sizes, reasons, plan.kernel, num_sms=num_sms, stats=_stats)
+        run_with_copies(x, sizes, reasons, plan.kernel, num_sms=num_sms, stats=calls.STATS)
         count_write((x.out,))
-        _state.path = "kernel with copies" if reasons else "kernel"
+        set_path("kernel with copies" if reasons else "kernel")
         return
     launch = plan.kernel.prepare(*x.operands(), num_sms=num_sms)
-    ready = _ready(tensors, ordinal, launch)
-    _remember(key, ready)
-    _run(ready, x.out)
+    ready = calls.ready_for(tensors, ordinal, launch)
+    calls.remember(_prepared, key, ready)
+    run_ready(ready, x.out)
 
 
 def _plan(ordinal: int, sizes: Sizes) -> Plan:
-    return _plan_of(ordinal, lambda num_sms: sizes.problem(num_sms, is_batch_invariant()))[0]
-
-
-def _plan_of(ordinal: int, problem: Callable[[int], GemmProblem]) -> tuple[Plan, int]:
-    """How the problem that there is under a budget of SMs is answered, and that budget."""
-    dispatcher = _dispatchers.get(ordinal) or _make_dispatcher(ordinal)
-    if isinstance(dispatcher, str):
-        return Plan(None, None, dispatcher), 0
-    num_sms = _budget(dispatcher.device)
-    return dispatcher.plan(problem(num_sms)), num_sms
-
-
-def _make_dispatcher(ordinal: int) -> Dispatcher | str:
-    with _lock:
-        if ordinal not in _dispatchers:
-            settings = Settings.from_env()
-            try:
-                builder = StoredBuilder(settings)
-                made = Dispatcher(ordinal, builder, settings.db_url, _stats)
-            except KgenError as error:
-                raise_if_final(error)
-                _dispatchers[ordinal] = str(error)
-            else:
-                _dispatchers[ordinal] = made
-        return _dispatchers[ordinal]
+    return calls.plan_of(ordinal, lambda num_sms: sizes.problem(num_sms, is_batch_invariant()))[0]
 
 
 def _refer(x: Inputs, sizes: Sizes, reason: str) -> None:
     """The reference answers: by design without a `reason`, else because no kernel could."""
     if reason:
-        _fall_back(x.a.device, reason)
+        calls.fall_back(x.a.device, reason)
     with torch.no_grad():
         gemm_reference_into(x.out, x.a, x.sfa, x.b, x.sfb, bias=x.bias, recipe=sizes.recipe)
-    _state.path = "reference"
-
-
-def _fall_back(device: torch.device, reason: str) -> None:
-    _stats.add_reason("fallbacks", reason)
-    _stats.warn_once(
-        f"fallback {reason}", f"kgen answers with the slow reference on {device}, because {reason}"
-    )
-
-
-def _budget(device: Device) -> int:
-    return _Policy.num_sms if _Policy.num_sms < device.num_sms else 0
-
-
-def _remember(key: tuple[Any, ...], ready: _Ready) -> None:
-    with _lock:
-        while len(_prepared) >= _MAX_PREPARED and key not in _prepared:
-            _prepared.pop(next(iter(_prepared)))
-        _prepared[key] = ready
+    set_path("reference")
 
 
 # ------------------------------------------------------------------------------- devices
 
 
-def _device_sms() -> int:
-    if not torch.cuda.is_available():
-        return 0
-    return int(torch.cuda.get_device_properties().multi_processor_count)
-
-
 def _after_fork() -> None:
-    # Handles of the parent mean nothing here, and its lock may have been held.
-    global _lock  # noqa: PLW0603
-    _lock = threading.Lock()
-    _stats.after_fork()
-    _dispatchers.clear()
+    calls.after_fork()
     _prepared.clear()
     grouped.forget()
-
-
-def _ready(tensors: tuple[torch.Tensor, ...], ordinal: int, launch: Launch) -> _Ready:
-    _stats.add("prepared")
-    return _Ready(same_as(tensors), layout_of(tensors), ordinal, launch)
-
-
-def _set_path(path: str) -> None:
-    _state.path = path
+    wgrad.forget()
 
 
 os.register_at_fork(after_in_child=_after_fork)
 ops.register(gemm_fp8_nt)
-bf16.attach(
-    bf16.Host(
-        prepared=_prepared,
-        policy=lambda: _Policy.key,
-        run=_run,
-        first_call=_first_call,
-        without_memory=_without_memory,
-    )
-)
-grouped.attach(
-    grouped.Host(
-        hopper_ordinal=lambda device: hopper_ordinal(device),  # noqa: PLW0108, tests replace it
-        plan=_plan_of,
-        budget=lambda: _Policy.num_sms,
-        ready=_ready,
-        run=_run,
-        count_turned=lambda: _stats.add_reason("copies", "a_scales: row-major"),
-        fall_back=_fall_back,
-        set_path=_set_path,
-    )
-)
+bf16.attach(bf16.Host(prepared=_prepared, first_call=_first_call, without_memory=_without_memory))
+grouped.register()
+wgrad.register()

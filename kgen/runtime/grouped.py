@@ -1,90 +1,52 @@
 """Grouped FP8 GEMMs for mixtures of experts: one launch for all groups, their sizes on the device.
 
-Takes tensors as `kgen.runtime.gemm` does, which offers these calls under its own name; takes from
-it, by `attach`, what all calls share. Must not import search, verify, measure or optuna.
+Takes tensors as `kgen.runtime.gemm` does, which offers these calls under its own name.
+Must not import search, verify, measure or optuna.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from kgen.errors import UnsupportedInput
 from kgen.grouped_reference import contiguous_reference_into, index_of, masked_reference_into
-from kgen.problem import GROUP_ALIGNMENT, GemmProblem
+from kgen.problem import GROUP_ALIGNMENT
 from kgen.quant import get_col_major_tma_aligned_tensor
-from kgen.runtime import grouped_ops
+from kgen.runtime import calls, grouped_ops
+from kgen.runtime.calls import Policy, Ready, run_ready
 from kgen.runtime.copies import MAX_DIRECT_M
 from kgen.runtime.counting import count_problem
-from kgen.runtime.dispatch import Plan, is_capturing
+from kgen.runtime.dispatch import is_capturing
 from kgen.runtime.grouped_kernel import GroupedKernel
 from kgen.runtime.grouped_operands import GroupedInputs, check, check_layout, unpack
-from kgen.runtime.guard import Same, layout_of, same_as
-from kgen.runtime.kernel import Launch
+from kgen.runtime.guard import layout_of, same_as
 from kgen.runtime.ops import dispatch_modes, refuse_gradient
 from kgen.settings import wants_checks
 
-#: Launches kept ready, by their tensors' addresses.
-_MAX_PREPARED: Final = 8192
 Pair = tuple[torch.Tensor, torch.Tensor]
 
-
-class Ready(Protocol):
-    """A launch for tensors at known addresses, as `Host.ready` makes it."""
-
-    @property
-    def same(self) -> Same:
-        """Whether tensors are laid out as those it was made for."""
+_prepared: dict[tuple[Any, ...], Ready] = {}
 
 
-@dataclass(frozen=True)
-class Host:
-    """What all public calls share; `kgen.runtime.gemm` hands it over.
+class _Checks:
+    """Whether values are looked at: what KGEN_CHECK says, once it was asked for."""
 
-    hopper_ordinal   of a torch device, None where no kernel runs
-    plan             how a problem is answered on a device with that ordinal
-    budget           SMs set by the user, and 0 where the device has no more
-    ready, run       make a launch that can be kept, and run it for an output
-    count_turned     count that scales were turned first
-    fall_back        warn that the reference answers on a device, with the reason
-    set_path         what `last_path` says
-    """
-
-    hopper_ordinal: Callable[[torch.device], int | None]
-    plan: Callable[[int, Callable[[int], GemmProblem]], tuple[Plan, int]]
-    budget: Callable[[], int]
-    ready: Callable[[tuple[torch.Tensor, ...], int, Launch], Any]
-    run: Callable[[Any, torch.Tensor], None]
-    count_turned: Callable[[], None]
-    fall_back: Callable[[torch.device, str], None]
-    set_path: Callable[[str], None]
+    wanted: bool | None = None
 
 
-class _Calls:
-    """This process's own: the host, launches kept ready, and whether values are looked at."""
-
-    host: Host
-    prepared: dict[tuple[Any, ...], Any] = {}  # noqa: RUF012, one for all calls
-    lock = threading.Lock()
-    checks: bool | None = None
-
-
-def attach(host: Host) -> None:
-    """Take over what all public calls share."""
-    _Calls.host = host
+def register() -> None:
+    """Define the operators, once a process."""
     grouped_ops.register(m_grouped_gemm_fp8_nt_contiguous, m_grouped_gemm_fp8_nt_masked)
 
 
 def forget() -> None:
     """Forget every launch and setting, as `kgen.runtime.gemm.reload` does, and in a new process."""
-    _Calls.lock = threading.Lock()  # a fork may have copied it while it was held
-    _Calls.prepared.clear()
-    _Calls.checks = None
+    _prepared.clear()
+    _Checks.wanted = None
 
 
 def get_m_alignment_for_contiguous_layout() -> int:
@@ -208,13 +170,13 @@ def call_grouped(  # noqa: PLR0917, what a call gives, in that order
         scales = (sfa, sfb) if recipe == "block" else ()
         tensors = (a, *scales[:1], b, *scales[1:], out, layout[1])
         addresses = [t.data_ptr() for t in tensors]
-        key = (*addresses, out.shape, layout[0], expected_m, _Calls.host.budget())
+        key = (*addresses, out.shape, layout[0], expected_m, Policy.num_sms)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         _without_memory(unpack(lhs, rhs, out, layout, expected_m, recipe))
         return
-    ready = _Calls.prepared.get(key)
+    ready = _prepared.get(key)
     if ready is not None and ready.same(*tensors):
-        _Calls.host.run(ready, out)
+        run_ready(ready, out)
     else:
         _first_call(unpack(lhs, rhs, out, layout, expected_m, recipe), key, ready)
 
@@ -228,26 +190,26 @@ def _without_memory(x: GroupedInputs) -> None:
 
 def _first_call(x: GroupedInputs, key: tuple[Any, ...], ready: Any) -> None:
     """A call with tensors not seen before, or that are never served from `prepared`."""
-    host, tensors = _Calls.host, x.tensors()
+    tensors = x.tensors()
     if grouped_ops.stand_for_others(x):
         grouped_ops.call(x)
         return
     name = "m_grouped_gemm_fp8_nt" if x.has_scales else "m_grouped_bf16_gemm_nt"
     refuse_gradient(f"{name}_{'masked' if x.is_masked else 'contiguous'}", tensors)
     if ready is not None and layout_of(tensors) == ready.layout:
-        _remember(key, replace(ready, same=same_as(tensors)))
-        host.run(ready, x.out)
+        calls.remember(_prepared, key, replace(ready, same=same_as(tensors)))
+        run_ready(ready, x.out)
         return
     check(x)
-    ordinal = host.hopper_ordinal(x.a.device)
+    ordinal = calls.ordinal_of(x.a.device)
     if _wants_checks() and not (ordinal is not None and is_capturing(ordinal)):
         check_layout(x)
     if x.out.numel() == 0 or not x.b.shape[0]:
-        host.set_path("empty")
+        calls.set_path("empty")
         return
     plan, num_sms = (None, 0)
     if ordinal is not None and x.a.shape[-1]:
-        plan, num_sms = host.plan(ordinal, x.problem)
+        plan, num_sms = calls.plan_of(ordinal, x.problem)
     if ordinal is None or plan is None or not isinstance(plan.kernel, GroupedKernel):
         _refer(x, plan.reason if plan else "")
         return
@@ -256,20 +218,20 @@ def _first_call(x: GroupedInputs, key: tuple[Any, ...], ready: Any) -> None:
         sfa = get_col_major_tma_aligned_tensor(sfa)
     operands = (x.a, sfa, x.b, x.sfb, x.out, x.layout)
     launch = plan.kernel.prepare_grouped(operands, by_index=x.by_index, num_sms=num_sms)
-    made = host.ready(tensors, ordinal, launch)
+    made = calls.ready_for(tensors, ordinal, launch)
     if turned:
-        host.count_turned()
+        calls.STATS.add_reason("copies", "a_scales: row-major")
     elif not _wants_checks():
-        _remember(key, made)
-    host.run(made, x.out)
+        calls.remember(_prepared, key, made)
+    run_ready(made, x.out)
 
 
 def _refer(x: GroupedInputs, reason: str) -> None:
     """The reference answers: by design without a `reason`, else because no kernel could."""
     if reason:
-        _Calls.host.fall_back(x.a.device, reason)
+        calls.fall_back(x.a.device, reason)
     if x.a.shape[-1]:
-        count_problem(x.problem(_Calls.host.budget()))
+        count_problem(x.problem(Policy.num_sms))
     with torch.no_grad():
         operands = (x.out, x.a, x.sfa, x.b, x.sfb)
         if x.is_masked:
@@ -277,7 +239,7 @@ def _refer(x: GroupedInputs, reason: str) -> None:
         else:
             index = x.layout if x.by_index else index_of(x.layout, x.a.shape[0])
             contiguous_reference_into(*operands, index, recipe=x.recipe)
-    _Calls.host.set_path("reference")
+    calls.set_path("reference")
 
 
 def _is_worth_turning(sfa: torch.Tensor) -> bool:
@@ -286,13 +248,6 @@ def _is_worth_turning(sfa: torch.Tensor) -> bool:
 
 
 def _wants_checks() -> bool:
-    if _Calls.checks is None:
-        _Calls.checks = wants_checks()
-    return _Calls.checks
-
-
-def _remember(key: tuple[Any, ...], ready: Any) -> None:
-    with _Calls.lock:
-        while len(_Calls.prepared) >= _MAX_PREPARED and key not in _Calls.prepared:
-            _Calls.prepared.pop(next(iter(_Calls.prepared)), None)
-        _Calls.prepared[key] = ready
+    if _Checks.wanted is None:
+        _Checks.wanted = wants_checks()
+    return _Checks.wanted

@@ -118,12 +118,12 @@ class GroupedKernel(Kernel):
         a, sfa, b, _, d, _ = tensors
         r = self.resources
         maps = {
-            MAP_A: _map("uint8", a, r.a_box, 128),
-            MAP_B: _map("uint8", b, r.b_box, 128),
-            MAP_D: _map(self.problem.d_dtype, d, r.d_box, r.d_swizzle_bytes),
+            MAP_A: map_of("uint8", a, r.a_box, 128),
+            MAP_B: map_of("uint8", b, r.b_box, 128),
+            MAP_D: map_of(self.problem.d_dtype, d, r.d_box, r.d_swizzle_bytes),
         }
         if not direct:
-            maps[MAP_SFA] = _map("fp32", sfa.transpose(-1, -2), r.sfa_box, 0)
+            maps[MAP_SFA] = map_of("fp32", sfa.transpose(-1, -2), r.sfa_box, 0)
         return maps
 
 
@@ -137,11 +137,6 @@ class MaskedKernel(GroupedKernel):
     """For problems of kind masked."""
 
     kind: ClassVar[str] = "masked"
-
-
-KERNELS: Final[dict[str, type[Kernel]]] = {
-    kernel.kind: kernel for kernel in (Kernel, ContiguousKernel, MaskedKernel)
-}
 
 
 def most_blocks(problem: GemmProblem, config: GemmConfig, by_index: bool) -> int:
@@ -161,7 +156,7 @@ def _is_direct(sfa: torch.Tensor) -> bool:
     return not is_contiguous or sfa.data_ptr() % 16 != 0 or any(p % 4 or p <= 0 for p in pitches)
 
 
-def _map(data_type: str, x: torch.Tensor, box: tuple[int, int], swizzle_bytes: int) -> TensorMap:
+def map_of(data_type: str, x: torch.Tensor, box: tuple[int, int], swizzle_bytes: int) -> TensorMap:
     """Of [rows, columns], or of [groups, rows, columns] with a third dimension.
 
     As "uint8" columns count bytes, whatever the elements.

@@ -17,11 +17,10 @@ from typing import Any, Final
 
 import torch
 
-from kgen.errors import UnsupportedInput
 from kgen.quant import E4M3
 from kgen.reference import D_DTYPE_NAMES
 from kgen.runtime.grouped_operands import GroupedInputs
-from kgen.runtime.ops import stands_for_another, without_gradient
+from kgen.runtime.ops import check, define, stands_for_another
 
 Tensor = torch.Tensor
 
@@ -32,16 +31,10 @@ _SCHEMAS: Final = {
     _CONTIGUOUS: f"({_OPERANDS}, Tensor? m_indices, Tensor? m_offsets) -> ()",
     _MASKED: f"({_OPERANDS}, Tensor masked_m, SymInt expected_m) -> ()",
 }
-#: Keeps the registrations alive, also if this module is loaded again: they end with their Library.
-_libraries: list[torch.library.Library] = globals().get("_libraries", [])
 
 
 def register(contiguous: Callable[..., None], masked: Callable[..., None]) -> None:
     """Define the operators, once a process, by the functions that run them."""
-    if hasattr(torch.ops.kgen, _CONTIGUOUS):
-        return
-    library: Any = torch.library.Library("kgen", "FRAGMENT")  # type: ignore[no-untyped-call]
-    _libraries.append(library)
     kernels: dict[str, Callable[..., None]] = {
         _CONTIGUOUS: lambda a, sfa, b, sfb, out, indices, offsets: contiguous(
             (a, sfa), (b, sfb), out, indices, m_offsets=offsets
@@ -51,12 +44,7 @@ def register(contiguous: Callable[..., None], masked: Callable[..., None]) -> No
         ),
     }
     fakes: dict[str, Callable[..., Any]] = {_CONTIGUOUS: _fake_contiguous, _MASKED: _fake_masked}
-    for name, schema in _SCHEMAS.items():
-        library.define(name + schema)
-        for key in ("CPU", "CUDA"):
-            library.impl(name, kernels[name], key)
-        library.impl(name, without_gradient(name), "Autograd")
-        torch.library.register_fake(f"kgen::{name}", fakes[name], lib=library)
+    define(_SCHEMAS, kernels, fakes)
 
 
 def call(x: GroupedInputs) -> None:
@@ -94,36 +82,29 @@ def _fake_contiguous(  # noqa: PLR0917, the operator's arguments
     offsets: Tensor | None,
 ) -> None:
     _check_operands(a, sfa, b, sfb, out)
-    _check(a.dim() == 2, "a", a, "[M, K]")
-    _check(out.shape[0] == a.shape[0], "out", out, f"[{a.shape[0]}, {b.shape[1]}]")
+    check(a.dim() == 2, "a", a, "[M, K]")
+    check(out.shape[0] == a.shape[0], "out", out, f"[{a.shape[0]}, {b.shape[1]}]")
     for name, layout in (("m_indices", indices), ("m_offsets", offsets)):
         if layout is not None:
-            _check(layout.dim() == 1 and layout.dtype == torch.int32, name, layout, "int32 [rows]")
+            check(layout.dim() == 1 and layout.dtype == torch.int32, name, layout, "int32 [rows]")
 
 
 def _fake_masked(  # noqa: PLR0917, the operator's arguments
     a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, out: Tensor, counts: Tensor, expected_m: int
 ) -> None:
     _check_operands(a, sfa, b, sfb, out)
-    _check(a.dim() == 3, "a", a, "[G, max M, K]")
-    _check(out.dim() == 3 and out.shape[1] == a.shape[1], "out", out, "[G, max M, N]")
+    check(a.dim() == 3, "a", a, "[G, max M, K]")
+    check(out.dim() == 3 and out.shape[1] == a.shape[1], "out", out, "[G, max M, N]")
     good = counts.dim() == 1 and counts.dtype == torch.int32
-    _check(good, "masked_m", counts, "int32 [G]")
+    check(good, "masked_m", counts, "int32 [G]")
 
 
 def _check_operands(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, out: Tensor) -> None:
     for name, tensor in (("a", a), ("b", b)):
-        _check(tensor.dtype == E4M3, name, tensor, "float8_e4m3fn")
-    _check(b.dim() == 3 and b.shape[2] == a.shape[-1], "b", b, f"[G, N, {a.shape[-1]}]")
+        check(tensor.dtype == E4M3, name, tensor, "float8_e4m3fn")
+    check(b.dim() == 3 and b.shape[2] == a.shape[-1], "b", b, f"[G, N, {a.shape[-1]}]")
     for name, scales, matrix in (("a_scales", sfa, a), ("b_scales", sfb, b)):
         good = scales.dim() == matrix.dim() and scales.dtype == torch.float32
-        _check(good, name, scales, f"float32 with {matrix.dim()} dimensions")
+        check(good, name, scales, f"float32 with {matrix.dim()} dimensions")
     good = out.dtype in D_DTYPE_NAMES and out.shape[-1] == b.shape[1]
-    _check(good, "out", out, f"BF16, FP16 or FP32 with {b.shape[1]} columns")
-
-
-def _check(good: Any, name: str, tensor: Tensor, expected: str) -> None:
-    # What is compared may be symbolic: asking becomes a guard of the compiled code.
-    if not good:
-        given = f"{name} is {tensor.dtype}{list(tensor.shape)}: expected {expected}"
-        raise UnsupportedInput(given.replace("torch.", ""))
+    check(good, "out", out, f"BF16, FP16 or FP32 with {b.shape[1]} columns")

@@ -17,7 +17,14 @@ import torch
 
 from kgen.config import GemmConfig, Resources, grid_size, resources_of
 from kgen.errors import DriverError, LaunchError, UnsupportedInput
-from kgen.problem import D_DTYPE_BYTES, GemmProblem, ceil_div, round_up, scale_shapes
+from kgen.problem import (
+    BY_K_RECIPES,
+    D_DTYPE_BYTES,
+    GemmProblem,
+    ceil_div,
+    round_up,
+    scale_shapes,
+)
 from kgen.reference import TORCH_D_DTYPES, TORCH_OPERAND_DTYPES
 from kgen.runtime import driver
 from kgen.runtime.driver import AlignedBuffer, LaunchConfig
@@ -82,20 +89,11 @@ class Operands:
     @property
     def sfa_direct(self) -> bool:
         """Whether the kernel reads A's scales itself, because TMA can not take their layout."""
-        if not self.scales_by_k:
-            return True
-        s = self.sfa
-        contiguous = s.row_stride == 1 or s.rows == 1
-        return not contiguous or s.address % 16 != 0 or self._sfa_pitch % 16 != 0
-
-    @property
-    def _sfa_pitch(self) -> int:
-        # Of a single column, whose stride torch leaves open, what TMA would like best.
-        return (self.sfa.col_stride if self.sfa.cols > 1 else ceil_div(self.sfa.rows, 4) * 4) * 4
+        return not self.scales_by_k or not is_for_tma(self.sfa)
 
     def maps(self, r: Resources, d_dtype: str) -> dict[int, TensorMap]:
         """Byte offset in GemmArgs to the tensor map that goes there."""
-        a, b, d, s = self.a, self.b, self.d, self.sfa
+        a, b, d = self.a, self.b, self.d
         k = a.cols
         d_pitch = d.pitch_bytes(D_DTYPE_BYTES[d_dtype])
         maps = {
@@ -106,17 +104,17 @@ class Operands:
             ),
         }
         if not self.sfa_direct:
-            dims, pitch = (s.rows, s.cols), self._sfa_pitch
-            maps[MAP_SFA] = TensorMap("fp32", s.address, dims, pitch, r.sfa_box)
+            maps[MAP_SFA] = map_of_scales(self.sfa, r.sfa_box)
         return maps
 
     def pack_into(self, buffer: AlignedBuffer, r: Resources, d_dtype: str) -> None:
         """Write GemmArgs for these matrices and a kernel with these resources."""
         for offset, tensor_map in self.maps(r, d_dtype).items():
             tensor_map.encode_into(buffer.address + offset)
-        buffer.write(TAIL, self._tail())
+        buffer.write(TAIL, self.tail())
 
-    def _tail(self) -> bytes:
+    def tail(self) -> bytes:
+        """What of GemmArgs follows the tensor maps."""
         s, t = self.sfa, self.sfb
         strides = (s.row_stride, s.col_stride, t.row_stride, t.col_stride)
         sizes = (self.a.rows, self.d.cols, self.a.cols)
@@ -125,6 +123,23 @@ class Operands:
         rest = (a.address, b.address, a.row_stride, b.row_stride, self.bias)
         direct = int(self.sfa_direct)
         return _TAIL.pack(s.address, t.address, *strides, *sizes, direct, *d, *rest)
+
+
+def is_for_tma(scales: Matrix) -> bool:
+    """Whether TMA can take the layout of scales that go with K: rows side by side, on 16 bytes."""
+    contiguous = scales.row_stride == 1 or scales.rows == 1
+    return contiguous and scales.address % 16 == 0 and _column_pitch(scales) % 16 == 0
+
+
+def map_of_scales(scales: Matrix, box: tuple[int, int]) -> TensorMap:
+    """The tensor map of scales that TMA can take."""
+    dims, pitch = (scales.rows, scales.cols), _column_pitch(scales)
+    return TensorMap("fp32", scales.address, dims, pitch, box)
+
+
+def _column_pitch(scales: Matrix) -> int:
+    # Of a single column, whose stride torch leaves open, what TMA would like best.
+    return (scales.col_stride if scales.cols > 1 else ceil_div(scales.rows, 4) * 4) * 4
 
 
 def operands(
@@ -141,7 +156,7 @@ def operands(
     recipe = problem.recipe
     bias_at = bias.data_ptr() if bias is not None else 0
     of_five = (Matrix.of(a), Matrix.of(sfa), Matrix.of(b), Matrix.of(sfb), Matrix.of(d))
-    o = Operands(*of_five, bias_at, recipe == "block")
+    o = Operands(*of_five, bias_at, recipe in BY_K_RECIPES)
     n8, d_torch = round_up(o.b.rows, 8), TORCH_D_DTYPES[problem.d_dtype]
     of_a, of_b = scale_shapes(recipe, o.a.rows, n8 if recipe == "row" else o.b.rows, o.a.cols)
     expected: list[tuple[str, torch.Tensor, torch.dtype, tuple[int, ...]]] = [
@@ -175,10 +190,22 @@ class Launch:
     Holds addresses, not tensors: it stays right as long as the same memory holds the operands.
     """
 
-    __slots__ = ("_args", "_calls", "_cluster", "_grid", "_kernel", "_params", "_params_at")
+    __slots__ = (
+        "_args",
+        "_calls",
+        "_cluster",
+        "_grid",
+        "_kept",
+        "_kernel",
+        "_params",
+        "_params_at",
+    )
 
-    def __init__(self, kernel: Kernel, args: AlignedBuffer, grid: int) -> None:
-        self._kernel, self._args, self._grid = kernel, args, grid
+    def __init__(
+        self, kernel: Kernel, args: AlignedBuffer, grid: int, kept: tuple[torch.Tensor, ...] = ()
+    ) -> None:
+        """`kept`: memory of the launch's own that its arguments point to."""
+        self._kernel, self._args, self._grid, self._kept = kernel, args, grid, kept
         self._params = (ctypes.c_void_p * 1)(args.address)
         self._params_at = ctypes.addressof(self._params)
         self._cluster = driver.cluster_attribute(kernel.config.cluster_size)

@@ -10,99 +10,54 @@ from __future__ import annotations
 
 import struct
 from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
 from kgen import quant
 from kgen.errors import UnsupportedInput
-from kgen.problem import ceil_div, round_up
+from kgen.problem import ceil_div
 from kgen.quant import E4M3, INPUT_DTYPES
 from kgen.reference import D_DTYPE_NAMES
-from kgen.runtime import ops
-from kgen.runtime.cast_launch import is_vectorised, launch_rows, with_adjacent_columns
+from kgen.runtime import moe_ops, ops
+from kgen.runtime.cast_launch import (
+    is_vectorised,
+    launch_cast,
+    launch_rows,
+    with_adjacent_columns,
+)
 from kgen.runtime.cast_options import CastOptions
-from kgen.runtime.casts import check_out
+from kgen.runtime.cast_out import check_out, empty_rows
 from kgen.runtime.guard import count_write
 from kgen.runtime.plain import KERNELS, Spec
+from kgen.runtime.routing import (
+    PaddedGroups,
+    Routing,
+    pad_groups,
+    route_tokens,
+    weights_of_rows,
+)
 
 __all__ = [
+    "PaddedGroups",
     "Routing",
     "combine_rows",
     "gather_per_token_cast_to_fp8",
     "gather_rows",
     "gather_scaled_rows",
+    "pad_groups",
     "route_tokens",
+    "weights_of_rows",
 ]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
-#: RouteArgs and RowsArgs of kgen/templates/moe/args.cuh.
-_ROUTE_ARGS: Final = struct.Struct("<7Q6I")
+#: RowsArgs of kgen/templates/moe/args.cuh.
 _ROWS_ARGS: Final = struct.Struct("<5Q6q6I")
-#: Choices that a CTA of route.cu.j2 sees to, its threads and warps, and experts that it can count.
-_CHUNK: Final = 4096
-_ROUTE_THREADS: Final = 512
-_ROUTE_WARPS: Final = 16
-MAX_EXPERTS: Final = 1024
 #: Rows of a CTA of gather.cu.j2, and columns of one of combine.cu.j2.
 _GATHER_ROWS: Final = 8
 _COMBINE_THREADS: Final = 128
 _WORD_BYTES: Final = (16, 8, 4, 2, 1)
-
-
-class Routing(NamedTuple):
-    """Where tokens go, expert by expert; int32, on the device of the choices.
-
-    Rows of one expert lie together, in the order of token and choice, and begin at a multiple of
-    the alignment. `capacity` is known on the host: every choice, and what alignment may add.
-
-    source_rows   [capacity] the token of each row; -1 in padding and past the end
-    positions     [tokens, top_k] the row of each choice; -1 where it was dropped
-    m_offsets     [experts + 1] first row of each expert; the last is the number of rows in use
-    m_indices     [capacity] expert of each row; -1 in padding and past the end
-    counts        [experts] rows of each expert, padding not counted
-    """
-
-    source_rows: torch.Tensor
-    positions: torch.Tensor
-    m_offsets: torch.Tensor
-    m_indices: torch.Tensor
-    counts: torch.Tensor
-
-
-def route_tokens(topk_ids: torch.Tensor, num_experts: int, *, alignment: int = 1) -> Routing:
-    """Sort the choices topk_ids [tokens, top_k], int32 or int64, by expert; stable.
-
-    Ids outside 0 to num_experts - 1, such as -1, are dropped: other GPUs' experts, for one.
-    `alignment`: rows that each expert's part is filled up to a multiple of; 1: no padding. Up to
-    1024 experts. Raises UnsupportedInput.
-    """
-    _check_ids(topk_ids, num_experts, alignment)
-    count = topk_ids.numel()
-    capacity = count if alignment == 1 else _capacity(count, num_experts, alignment)
-    ids = topk_ids.contiguous()
-    chunks = max(1, ceil_div(count, _CHUNK))
-    phases = ("all",) if chunks == 1 else ("count", "scan", "place")
-    id_type = "int64" if ids.dtype == torch.int64 else "int32"
-    specs = [_route_spec(phase, id_type) for phase in phases]
-    kernels = None if ops.any_stands_for_another(ids) else KERNELS.find(ids.device, *specs)
-    if kernels is None:
-        return _route_reference(ids, num_experts, alignment, capacity)
-    made = Routing(
-        *(
-            ids.new_empty(shape, dtype=torch.int32)
-            for shape in (capacity, tuple(ids.shape), num_experts + 1, capacity, num_experts)
-        )
-    )
-    chunk_counts = ids.new_empty(chunks * num_experts, dtype=torch.int32)
-    addresses = [tensor.data_ptr() for tensor in (ids, *made, chunk_counts)]
-    sizes = (count, num_experts, max(1, ids.shape[1]), alignment, capacity, chunks)
-    args = _ROUTE_ARGS.pack(*addresses, *sizes)
-    for phase, kernel in zip(phases, kernels, strict=True):
-        smem_bytes = 0 if phase == "scan" else 4 * _ROUTE_WARPS * num_experts
-        kernel.launch(1 if phase == "scan" else chunks, args, smem_bytes)
-    return made
 
 
 def gather_rows(x: torch.Tensor, source_rows: torch.Tensor) -> torch.Tensor:
@@ -110,6 +65,12 @@ def gather_rows(x: torch.Tensor, source_rows: torch.Tensor) -> torch.Tensor:
 
     Zeros where an index is outside 0 to M - 1, such as -1. Raises UnsupportedInput.
     """
+    _check_matrix("x", x)
+    _check_rows(x, source_rows)
+    ops.refuse_gradient("gather_rows", (x,))
+    if ops.is_traced(x, source_rows):
+        gathered: torch.Tensor = torch.ops.kgen.gather_rows(x, source_rows)
+        return gathered
     return _gather(x, None, source_rows, row_major_scales=True)[0]
 
 
@@ -138,6 +99,13 @@ def gather_scaled_rows(
         raise UnsupportedInput(
             f"scales are {given}: expected float32[{values.shape[0]}, blocks] on {values.device}"
         )
+    _check_rows(values, source_rows)
+    ops.refuse_gradient("gather_scaled_rows", (values, scales))
+    if ops.is_traced(values, scales, source_rows):
+        made: Pair = torch.ops.kgen.gather_scaled_rows(
+            values, scales, source_rows, row_major_scales
+        )
+        return made
     gathered, of_rows = _gather(values, scales, source_rows, row_major_scales)
     assert of_rows is not None
     return gathered, of_rows
@@ -147,6 +115,7 @@ def gather_per_token_cast_to_fp8(
     x: torch.Tensor,
     source_rows: torch.Tensor,
     *,
+    transposed: bool = False,
     pow2_scales: bool = False,
     row_major_scales: bool = False,
     dtype: torch.dtype = E4M3,
@@ -154,27 +123,36 @@ def gather_per_token_cast_to_fp8(
 ) -> Pair:
     """`casts.per_token_cast_to_fp8(x[source_rows])` in one pass: values [P, K], scales [P, blocks].
 
-    Zeros with scale 1 where an index of the int32 source_rows [P] is outside 0 to M - 1. `out` and
-    other choices as in `casts.swiglu_per_token_cast_to_fp8`. Raises UnsupportedInput.
+    `transposed=True` casts x[source_rows] transposed instead, as weight gradients read it: values
+    [K, P], scales [K, ceil(P/128)]. A row is zero where its index in the int32 source_rows [P] is
+    outside 0 to M - 1; a block of nothing else has scale 1. `out`, which a transposed result can
+    not have, and other choices as in `casts.swiglu_per_token_cast_to_fp8`. Raises UnsupportedInput.
     """
     CastOptions(pow2_scales=pow2_scales, dtype=dtype).check(x)
     _check_rows(x, source_rows)
     ops.refuse_gradient("gather_per_token_cast_to_fp8", (x,))
+    if transposed and out is not None:
+        raise UnsupportedInput("out is given with transposed=True: expected one of the two")
+    if out is None and ops.is_traced(x, source_rows):
+        made: Pair = torch.ops.kgen.gather_per_token_cast_to_fp8(
+            x, source_rows, transposed, pow2_scales, row_major_scales, dtype
+        )
+        return made
+    if transposed:
+        options = CastOptions("token", "transposed", False, pow2_scales, row_major_scales, dtype)
+        return _gather_transposed(x, source_rows, options)
     shape = (source_rows.shape[0], x.shape[1])
     if out is None:
-        scales = quant.empty_scales(x, "token", *shape, row_major_scales)
-        values = x.new_empty(shape, dtype=dtype)
+        values, scales = empty_rows(x, shape, row_major_scales, dtype)
+        _gather_cast(x, source_rows, values, scales, pow2_scales)
+        return values, scales
+    values, scales = check_out(out, x, shape, dtype)
+    if ops.is_traced(x, source_rows, values, scales):
+        torch.ops.kgen.gather_per_token_cast_to_fp8_out(x, source_rows, pow2_scales, values, scales)
     else:
-        values, scales = check_out(out, x, shape, dtype)
-    rows = source_rows.contiguous()
-    if not launch_rows(x, values, scales, pow2_scales=pow2_scales, rows=rows):
-        with torch.no_grad():
-            gathered = _gather_reference(x, rows, 0)
-            q, s = quant.cast_to_fp8(gathered, "token", dtype=dtype, pow2_scales=pow2_scales)
-            values.copy_(q)
-            scales.copy_(s)
-    count_write((values,))
-    count_write((scales,))
+        _gather_cast(x, source_rows, values, scales, pow2_scales)
+        count_write((values,))
+        count_write((scales,))
     return values, scales
 
 
@@ -193,15 +171,16 @@ def combine_rows(
     """
     result_dtype = _check_combine(x, positions, weights, out_dtype)
     ops.refuse_gradient("combine_rows", (x, weights))
+    if ops.is_traced(x, positions, weights):
+        sums: torch.Tensor = torch.ops.kgen.combine_rows(x, positions, weights, out_dtype)
+        return sums
     x = with_adjacent_columns(x)
     positions = positions.contiguous()
     weights = None if weights is None else weights.contiguous()
     tokens, top_k, k = *positions.shape, x.shape[1]
-    kernels = None
-    if not ops.any_stands_for_another(x, positions, weights):
-        types = D_DTYPE_NAMES[x.dtype], D_DTYPE_NAMES[result_dtype]
-        spec = _combine_spec(*types, is_vectorised(x, k), weights is not None)
-        kernels = KERNELS.find(x.device, spec)
+    types = D_DTYPE_NAMES[x.dtype], D_DTYPE_NAMES[result_dtype]
+    spec = _combine_spec(*types, is_vectorised(x, k), weights is not None)
+    kernels = KERNELS.find(x.device, spec)
     if kernels is None:
         return _combine_reference(x, positions, weights, result_dtype)
     out = x.new_empty(tokens, k, dtype=result_dtype)
@@ -216,9 +195,6 @@ def combine_rows(
 def _gather(
     x: torch.Tensor, scales: torch.Tensor | None, source_rows: torch.Tensor, row_major_scales: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    _check_matrix("x", x)
-    _check_rows(x, source_rows)
-    ops.refuse_gradient("gather_rows", (x, scales))
     x, rows = with_adjacent_columns(x), source_rows.contiguous()
     width = x.shape[1] * x.element_size()
     out = x.new_empty(rows.shape[0], x.shape[1])
@@ -226,10 +202,7 @@ def _gather(
     if scales is not None:
         out_scales = scales.new_empty(rows.shape[0], scales.shape[1])
         out_scales = out_scales if row_major_scales else quant.empty_col_major(out_scales)
-    kernels = None
-    if not ops.any_stands_for_another(x, scales, rows):
-        word = _word_bytes(x, width)
-        kernels = KERNELS.find(x.device, _gather_spec(word, scales is not None))
+    kernels = KERNELS.find(x.device, _gather_spec(_word_bytes(x, width), scales is not None))
     if kernels is None:
         with torch.no_grad():
             out = _gather_reference(x, rows, 0)
@@ -239,6 +212,32 @@ def _gather(
     args = _pack_rows(x, rows, out, scales, out_scales, width, 0)
     kernels[0].launch(ceil_div(rows.shape[0], _GATHER_ROWS), args)
     return out, out_scales
+
+
+def _gather_cast(
+    x: torch.Tensor,
+    source_rows: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    pow2_scales: bool,
+) -> None:
+    rows = source_rows.contiguous()
+    if not launch_rows(x, values, scales, pow2_scales=pow2_scales, rows=rows):
+        with torch.no_grad():
+            gathered = _gather_reference(x, rows, 0)
+            q, s = quant.cast_to_fp8(gathered, "token", dtype=values.dtype, pow2_scales=pow2_scales)
+            values.copy_(q)
+            scales.copy_(s)
+
+
+def _gather_transposed(x: torch.Tensor, source_rows: torch.Tensor, options: CastOptions) -> Pair:
+    rows = source_rows.contiguous()
+    with torch.no_grad():
+        result = launch_cast(x, options, rows) if rows.numel() and x.numel() else None
+        result = result or options.reference(_gather_reference(x, rows, 0))
+    assert result.values_t is not None
+    assert result.scales_t is not None
+    return result.values_t, result.scales_t
 
 
 def _word_bytes(x: torch.Tensor, width: int) -> int:
@@ -266,18 +265,6 @@ def _pack_rows(  # noqa: PLR0917, in the order of the struct
     return _ROWS_ARGS.pack(*addresses, *strides, *sizes)
 
 
-def _capacity(count: int, num_experts: int, alignment: int) -> int:
-    """Rows that any distribution of `count` choices fits, each used expert padded."""
-    return round_up(count + min(count, num_experts) * (alignment - 1), alignment)
-
-
-@cache
-def _route_spec(phase: str, id_type: str) -> Spec:
-    variables = {"phase": phase, "id_type": id_type}
-    smem_bytes = 0 if phase == "scan" else 4 * _ROUTE_WARPS * MAX_EXPERTS
-    return Spec("moe/route.cu.j2", "kgen_route", _ROUTE_THREADS, variables, smem_bytes)
-
-
 @cache
 def _gather_spec(vector_bytes: int, scaled: bool) -> Spec:
     variables = {"vector_bytes": vector_bytes, "scaled": scaled}
@@ -298,34 +285,6 @@ def _combine_spec(in_type: str, result_type: str, vector: bool, weighted: bool) 
 
 
 # ------------------------------------------------------------------------------ references
-
-
-def _route_reference(ids: torch.Tensor, num_experts: int, alignment: int, capacity: int) -> Routing:
-    flat = ids.flatten().long()
-    kept = (flat >= 0) & (flat < num_experts)
-    group = torch.where(kept, flat, num_experts)
-    order = torch.argsort(group, stable=True)
-    counts = torch.zeros(num_experts + 1, dtype=torch.long, device=ids.device)
-    counts.scatter_add_(0, group, torch.ones_like(group))
-    padded = (counts[:num_experts] + alignment - 1) // alignment * alignment
-    offsets = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
-    first = torch.nn.functional.pad(counts.cumsum(0), (1, 0))[: num_experts + 1]
-    sorted_group = group[order]
-    rank = torch.arange(flat.numel(), device=ids.device) - first[sorted_group]
-    row = torch.where(sorted_group < num_experts, offsets[sorted_group] + rank, capacity)
-    source_rows, m_indices = (row.new_full((capacity + 1,), -1) for _ in range(2))
-    source_rows[row] = torch.div(order, max(1, ids.shape[1]), rounding_mode="floor")
-    m_indices[row] = sorted_group
-    positions = torch.empty_like(flat)
-    positions[order] = torch.where(row < capacity, row, -1)
-    parts = (
-        source_rows[:capacity],
-        positions.view(ids.shape),
-        offsets,
-        m_indices[:capacity],
-        counts[:num_experts],
-    )
-    return Routing(*(part.int() for part in parts))
 
 
 def _gather_reference(x: torch.Tensor, rows: torch.Tensor, fill: float) -> torch.Tensor:
@@ -358,24 +317,6 @@ def _combine_reference(
 
 
 # ------------------------------------------------------------------------------- checks
-
-
-def _check_ids(topk_ids: Any, num_experts: int, alignment: int) -> None:
-    if not isinstance(topk_ids, torch.Tensor) or topk_ids.dim() != 2:
-        given = list(topk_ids.shape) if isinstance(topk_ids, torch.Tensor) else type(topk_ids)
-        raise UnsupportedInput(f"topk_ids is {given}: expected a tensor [tokens, top_k]")
-    if topk_ids.dtype not in (torch.int32, torch.int64):
-        raise UnsupportedInput(f"topk_ids is {topk_ids.dtype}: expected int32 or int64")
-    for name, number in (("num_experts", num_experts), ("alignment", alignment)):
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise UnsupportedInput(f"{name}={number!r}: expected a whole number")
-    if not 1 <= num_experts <= MAX_EXPERTS:
-        raise UnsupportedInput(f"num_experts={num_experts}: expected 1 to {MAX_EXPERTS}")
-    if alignment < 1 or _capacity(topk_ids.numel(), num_experts, alignment) >= 2**31:
-        raise UnsupportedInput(
-            f"alignment={alignment} with {topk_ids.numel()} choices: expected at least 1, and "
-            "fewer than 2^31 rows in all"
-        )
 
 
 def _check_matrix(name: str, x: Any) -> None:
@@ -427,3 +368,32 @@ def _check_combine(
                 f"weights is {what}: expected float32{list(positions.shape)} on {x.device}"
             )
     return dtype
+
+
+def _gather_cast_to_given(
+    x: torch.Tensor, rows: torch.Tensor, pow2: bool, values: torch.Tensor, scales: torch.Tensor
+) -> None:
+    out = values, scales
+    gather_per_token_cast_to_fp8(x, rows, pow2_scales=pow2, dtype=values.dtype, out=out)
+
+
+moe_ops.register(
+    {
+        "gather_rows": gather_rows,
+        "gather_scaled_rows": lambda values, scales, rows, row_major: gather_scaled_rows(
+            (values, scales), rows, row_major_scales=row_major
+        ),
+        "gather_per_token_cast_to_fp8": lambda x, rows, transposed, pow2, row_major, dtype: (
+            gather_per_token_cast_to_fp8(
+                x,
+                rows,
+                transposed=transposed,
+                pow2_scales=pow2,
+                row_major_scales=row_major,
+                dtype=dtype,
+            )
+        ),
+        "gather_per_token_cast_to_fp8_out": _gather_cast_to_given,
+        "combine_rows": combine_rows,
+    }
+)

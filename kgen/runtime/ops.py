@@ -15,7 +15,7 @@ every size may be symbolic. Imports torch, quant, operands and cast_options; tou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -59,33 +59,27 @@ _libraries: list[torch.library.Library] = globals().get("_libraries", [])
 
 def register(gemm: Gemm) -> None:
     """Define the GEMM's operators, once a process; `gemm` is what runs one."""
-    define(
-        {
-            "gemm_fp8_nt": lambda a, sfa, b, sfb, out, **options: gemm(
-                (a, sfa), (b, sfb), out, **options
-            ),
-            "mm_fp8_nt": _allocating(gemm),
-            "get_col_major_tma_aligned_tensor": quant.col_major_tma_aligned_copy,
-        },
-        _SCHEMAS,
-        _FAKES,
-    )
+    kernels: dict[str, Callable[..., Any]] = {
+        "gemm_fp8_nt": lambda a, sfa, b, sfb, out, **options: gemm(
+            (a, sfa), (b, sfb), out, **options
+        ),
+        "mm_fp8_nt": _allocating(gemm),
+        "get_col_major_tma_aligned_tensor": quant.col_major_tma_aligned_copy,
+    }
+    define(_SCHEMAS, kernels, _FAKES)
 
 
 def register_casts(cast: Cast) -> None:
     """Define the casts' operators, once a process; `cast(x, options)` runs one."""
-    define({name: partial(made, cast) for name, made in _CASTS.items()}, _SCHEMAS, _FAKES)
+    define(_SCHEMAS, {name: partial(made, cast) for name, made in _CASTS.items()}, _FAKES)
 
 
 def define(
-    kernels: dict[str, Callable[..., Any]],
-    schemas: dict[str, str],
-    fakes: dict[str, Callable[..., Any]],
+    schemas: Mapping[str, str],
+    kernels: Mapping[str, Callable[..., Any]],
+    fakes: Mapping[str, Callable[..., Any]],
 ) -> None:
-    """Define operators of the library kgen, once a process, by what runs them on CPU and CUDA.
-
-    `schemas` and `fakes`, stand-ins for tensors without memory, by name; there may be more of them.
-    """
+    """Define the operators that `kernels` names, once a process, with schemas and stand-ins."""
     if hasattr(torch.ops.kgen, next(iter(kernels))):
         return
     library: Any = torch.library.Library("kgen", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -134,6 +128,11 @@ def any_stands_for_another(*tensors: Tensor | None) -> bool:
     if not is_dynamo_compiling() and dispatch_modes():
         return True
     return any(tensor is not None and stands_for_another(tensor) for tensor in tensors)
+
+
+def is_traced(*tensors: Tensor | None) -> bool:
+    """Whether a call with these tensors is to be an operator: a compiler or a tracer looks on."""
+    return is_dynamo_compiling() or any_stands_for_another(*tensors)
 
 
 def get_col_major_tma_aligned_tensor(x: Tensor) -> Tensor:
@@ -195,11 +194,9 @@ def without_gradient(name: str) -> Callable[..., Any]:
 def _fake_gemm(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, out: Tensor, **options: Any) -> None:
     _check_operands(a, sfa, b, sfb)
     check_bias(options.get("bias"), b, out.dtype)
-    check_that(
-        out.dim() == 2 and out.dtype in D_DTYPE_NAMES, "out", out, "BF16, FP16 or FP32 [M, N]"
-    )
+    check(out.dim() == 2 and out.dtype in D_DTYPE_NAMES, "out", out, "BF16, FP16 or FP32 [M, N]")
     fits = out.shape[0] == a.shape[0] and out.shape[1] == b.shape[0]
-    check_that(fits, "out", out, f"[{a.shape[0]}, {b.shape[0]}]")
+    check(fits, "out", out, f"[{a.shape[0]}, {b.shape[0]}]")
 
 
 def _fake_mm(
@@ -245,22 +242,22 @@ _CASTS: Final[dict[str, Callable[..., Any]]] = {
 def _check_operands(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor) -> None:
     for name, tensor in (("a", a), ("b", b)):
         good = tensor.dim() == 2 and tensor.dtype in FP8_DTYPES
-        check_that(good, name, tensor, "float8_e4m3fn or float8_e5m2 [rows, K]")
-    check_that(b.shape[1] == a.shape[1], "b", b, f"[N, {a.shape[1]}], as a is {list(a.shape)}")
+        check(good, name, tensor, "float8_e4m3fn or float8_e5m2 [rows, K]")
+    check(b.shape[1] == a.shape[1], "b", b, f"[N, {a.shape[1]}], as a is {list(a.shape)}")
     for name, scales in (("a_scales", sfa), ("b_scales", sfb)):
         good = scales.dim() <= 2 and scales.dtype == torch.float32
-        check_that(good, name, scales, "float32 with two dimensions at most")
+        check(good, name, scales, "float32 with two dimensions at most")
 
 
 def check_bias(bias: Tensor | None, b: Tensor, dtype: torch.dtype) -> None:
     """Raise UnsupportedInput unless a bias, if there is one, is [N] of this type, for b [N, K]."""
     if bias is not None:
         good = bias.dim() == 1 and bias.dtype == dtype and bias.shape[0] == b.shape[0]
-        check_that(good, "bias", bias, f"{dtype}[{b.shape[0]}]")
+        check(good, "bias", bias, f"{dtype}[{b.shape[0]}]")
 
 
-def check_that(good: Any, name: str, tensor: Tensor, expected: str) -> None:
-    """Raise UnsupportedInput unless `good`: what was given and what was expected."""
+def check(good: Any, name: str, tensor: Tensor, expected: str) -> None:
+    """Raise UnsupportedInput, for a stand-in, unless `good`."""
     # What is compared may be symbolic: asking becomes a guard of the compiled code.
     if not good:
         raise UnsupportedInput(

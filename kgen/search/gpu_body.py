@@ -26,16 +26,23 @@ from kgen.measure import Timing, measure_many, policy_named
 from kgen.problem import GemmProblem
 from kgen.reference import TORCH_D_DTYPES
 from kgen.runtime import driver
-from kgen.runtime.grouped_kernel import KERNELS, GroupedKernel
+from kgen.runtime.grouped_kernel import GroupedKernel
 from kgen.runtime.kernel import Kernel, Launch, current_stream
+from kgen.runtime.kernels import KERNELS
+from kgen.runtime.wgrad_kernel import KGroupedKernel
 from kgen.search.gpu_worker import Hello, Measured
 from kgen.verify import Seal, Verified, shared_growths, verify
+from kgen.wgrad_cases import KGroupedCase
+from kgen.wgrad_verify import verify_k_grouped, verify_wgrad
 
 #: A spread (10th to 90th percentile over the median) that calls for a second measurement: another
 #: process on the GPU, a clock that moved.
 NOISY: Final = 0.25
 #: Where the kernel module tells its version.
 _DRIVER_VERSION: Final = Path("/sys/module/nvidia/version")
+
+
+AnyCase = Case | GroupedCase | KGroupedCase
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class GpuBody:
         self._ordinal = ordinal
         self._torch_device = torch.device("cuda", ordinal)
         self._device = device
-        self._case: Case | GroupedCase | None = None
+        self._case: AnyCase | None = None
         self._output: torch.Tensor | None = None
         self._seal: Seal | None = None
         self._contenders: dict[str, Contender] = {}
@@ -72,23 +79,30 @@ class GpuBody:
         """Free the last problem and make inputs and reference of this one."""
         self._close()
         with _explained(f"inputs and reference of {problem}"):
-            if problem.is_grouped:
-                grouped = GroupedCase(problem, self._torch_device)
-                self._output = grouped.empty(grouped.full)
-                _ = grouped.output
-                self._seal = Seal(grouped.constants())
-                self._case = grouped
-                torch.cuda.synchronize()
+            if problem.is_grouped or problem.kind == "k_grouped":
+                self._open_groups(problem)
                 return
             case = Case(problem, self._torch_device)
             # Made here, under the limit of `open`, and not in the first candidate's time.
             _ = case.output, case.exact, case.own_growth
             dtype = TORCH_D_DTYPES[problem.d_dtype]
-            self._output = torch.empty(problem.m, problem.n, dtype=dtype, device=case.device)
+            self._output = torch.zeros(problem.m, problem.n, dtype=dtype, device=case.device)
             shared = [growth.constants() for growth in shared_growths(case)]
             self._seal = Seal(chain(case.constants(), *shared))
             self._case = case
             torch.cuda.synchronize()
+
+    def _open_groups(self, problem: GemmProblem) -> None:
+        device = self._torch_device
+        if problem.is_grouped:
+            case: GroupedCase | KGroupedCase = GroupedCase(problem, device)
+        else:
+            case = KGroupedCase(problem, device)
+        self._output = case.empty(case.full)  # type: ignore[arg-type]  # its own
+        _ = case.output
+        self._seal = Seal(case.constants())
+        self._case = case
+        torch.cuda.synchronize()
 
     def _close(self) -> None:
         contenders = list(self._contenders.values())
@@ -104,7 +118,7 @@ class GpuBody:
         assert self._case is not None, "a problem is open"
         assert self._output is not None, "a problem is open"
         problem, config = self._case.problem, cubin.config
-        load = KERNELS[problem.kind].load if problem.is_grouped else Kernel.load
+        load = Kernel.load if problem.kind == "dense" else KERNELS[problem.kind].load
         kernel = load(cubin.data, cubin.entry, config, cubin.problem, self._ordinal)
         try:
             with _explained(f"verification of {config} for {problem}"):
@@ -118,7 +132,7 @@ class GpuBody:
         self._contenders[cubin.key] = Contender(kernel, ready, verified)
         return verified.max_tile_error
 
-    def _verified(self, kernel: Kernel, case: Case | GroupedCase) -> Verified:
+    def _verified(self, kernel: Kernel, case: AnyCase) -> Verified:
         num_sms, ordinal = case.problem.num_sms, self._ordinal
         if isinstance(case, GroupedCase):
             assert isinstance(kernel, GroupedKernel), "the case's kind"
@@ -128,14 +142,23 @@ class GpuBody:
                 launch.run(current_stream(ordinal))
 
             return verify_grouped(launch_grouped, case)
+        if isinstance(case, KGroupedCase):
+            assert isinstance(kernel, KGroupedKernel), "the case's kind"
+
+            def launch_k_grouped(tensors: Any, ks: Any) -> None:
+                launch = kernel.prepare_k_grouped(tensors, ks, num_sms=num_sms)
+                launch.run(current_stream(ordinal))
+
+            return verify_k_grouped(launch_k_grouped, case)
 
         def launch(*tensors: torch.Tensor) -> None:
             kernel.prepare(*tensors, num_sms=num_sms).run(current_stream(ordinal))
 
-        return verify(launch, case, any_nk=kernel.config.baked_dims == "none")
+        check = verify_wgrad if case.problem.is_wgrad else verify
+        return check(launch, case, any_nk=kernel.config.baked_dims == "none")
 
     @staticmethod
-    def _prepared(kernel: Kernel, case: Case | GroupedCase, d: torch.Tensor) -> Launch:
+    def _prepared(kernel: Kernel, case: AnyCase, d: torch.Tensor) -> Launch:
         """The launch that is timed."""
         num_sms = case.problem.num_sms
         if isinstance(case, GroupedCase):
@@ -144,6 +167,10 @@ class GpuBody:
             a, sfa, b, sfb = case.inputs(case.full)
             tensors = (a, sfa, b, sfb, d, grouping.layout)
             return kernel.prepare_grouped(tensors, by_index=grouping.by_index, num_sms=num_sms)
+        if isinstance(case, KGroupedCase):
+            assert isinstance(kernel, KGroupedKernel), "the case's kind"
+            run = case.full
+            return kernel.prepare_k_grouped((*run.inputs(), d), run.ks, num_sms=num_sms)  # type: ignore[arg-type]
         return kernel.prepare(*case.inputs(case.problem.m), d, *case.bias, num_sms=num_sms)
 
     def _check_seal(self, who: str) -> None:

@@ -21,8 +21,8 @@ from kgen.device import Device
 from kgen.problem import GemmProblem
 from kgen.render import problem_class
 from kgen.runtime import driver
-from kgen.runtime.grouped_kernel import KERNELS
 from kgen.runtime.kernel import Kernel
+from kgen.runtime.kernels import KERNELS
 from kgen.search.compile_pool import CompilePool
 from kgen.search.events import BUILDER
 from kgen.settings import Settings

@@ -12,7 +12,7 @@ from kgen.build import build_plain
 from kgen.cache.artifacts import ArtifactStore
 from kgen.compiler import Compiler, compile_source
 from kgen.render import render_plain
-from kgen.runtime import cast_launch, moe
+from kgen.runtime import cast_launch, moe, routing, swiglu, turn
 from kgen.runtime import casts as c
 from kgen.runtime.cast_options import CastOptions
 from kgen.runtime.plain import Spec
@@ -41,8 +41,8 @@ def specs() -> list[Spec]:
     """Every kernel that calls of the public functions ask for, by type, recipe and direction."""
     asking: Any = Asking()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cast_launch, "KERNELS", asking)
-        patch.setattr(moe, "KERNELS", asking)
+        for module in (cast_launch, moe, routing, swiglu, turn):
+            patch.setattr(module, "KERNELS", asking)
         for dtype in (BF16, FP16, FP32):
             for m, k in SIZES:
                 _ask(torch.zeros(m, k, dtype=dtype))
@@ -55,25 +55,46 @@ def _ask(x: torch.Tensor) -> None:
             plain = direction == "both" or x.dtype != BF16
             cast_launch.launch_cast(x, CastOptions(recipe, direction, not plain, not plain))
     rows = torch.zeros(4, dtype=torch.int32)
-    values, scales = c.per_token_cast_to_fp8(x[:, : x.shape[1] // 2])
+    h = x.shape[1] // 2
+    values, scales = c.per_token_cast_to_fp8(x[:, :h])
+    weights = torch.ones(x.shape[0])
     for pow2_scales in (False, True):
         moe.gather_per_token_cast_to_fp8(x, rows, pow2_scales=pow2_scales)
+        for padded in (128, 130):  # whole vectors along the rows, and not
+            moe.gather_per_token_cast_to_fp8(
+                x, torch.zeros(padded).int(), transposed=True, pow2_scales=pow2_scales
+            )
         cast_launch.launch_rows(x, values, scales, pow2_scales=pow2_scales, swiglu=True)
         cast_launch.launch_rows(
-            x[None], values[None], scales[None], pow2_scales=pow2_scales, swiglu=True, masked_m=rows
+            x, values, scales, pow2_scales=pow2_scales, swiglu=True, row_weights=weights
         )
+        for row_weights in (None, weights[None]):
+            cast_launch.launch_rows(
+                x[None],
+                values[None],
+                scales[None],
+                pow2_scales=pow2_scales,
+                swiglu=True,
+                masked_m=rows,
+                row_weights=row_weights,
+            )
+    for row_weights in (None, weights):
+        c.swiglu_backward(x[:, : 2 * h], x[:, :h], row_weights)
     moe.gather_rows(x, rows)
     moe.gather_scaled_rows((values, scales), rows)
     moe.combine_rows(x, rows[None], torch.ones(1, 4))
     moe.combine_rows(x, rows[None], None, FP32)
     moe.route_tokens(rows[None], 8)
     moe.route_tokens(torch.zeros(5000, 2, dtype=torch.int64), 8)
+    moe.pad_groups(rows, 4)
+    c.transpose_block_cast(c.per_block_cast_to_fp8(x))
+    c.transpose_block_cast(c.per_block_cast_to_fp8(x[:5]))
 
 
 @pytest.mark.parametrize("part", ["bf16", "fp16", "fp32", ""])
 def test_every_kernel(part: str, specs: list[Spec], nvrtc: Compiler) -> None:
     """No spill (a failed build), no stack, and registers for the launch."""
-    assert len({spec.template for spec in specs}) == 6
+    assert len({spec.template for spec in specs}) == 9
     chosen = [spec for spec in specs if spec.variables.get("in_type", "") == part]
     assert len(chosen) > (10 if part else 5)
     for spec in chosen:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from kgen.runtime import cast_launch, moe
+from kgen.runtime import cast_launch, moe, routing, swiglu, turn
 from kgen.runtime import casts as c
 from kgen.runtime.cast_options import CastOptions
 from kgen.runtime.plain import KERNELS
@@ -30,6 +30,7 @@ from tests.cast_checks import (
     bits,
     check_cast,
     check_guards,
+    check_swiglu_gradients,
     random,
 )
 from tests.toolchain.emulated.run import COMPILER, EmulatedKernels
@@ -46,8 +47,8 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> EmulatedKernels:
 @pytest.fixture
 def on(emulated: EmulatedKernels, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     def use(kernels: Any) -> None:
-        monkeypatch.setattr(cast_launch, "KERNELS", kernels)
-        monkeypatch.setattr(moe, "KERNELS", kernels)
+        for module in (cast_launch, moe, routing, swiglu, turn):
+            monkeypatch.setattr(module, "KERNELS", kernels)
 
     return use
 
@@ -158,6 +159,10 @@ def test_rows_gathered_and_combined(dtype: torch.dtype, k: int, both: Callable[.
     assert_same(*both(lambda: [moe.gather_rows(x, rows)]))
     assert_same(*both(lambda: moe.gather_scaled_rows(fp8, rows)))
     assert_same(*both(lambda: moe.gather_per_token_cast_to_fp8(x, rows)))
+    cast_transposed = partial(moe.gather_per_token_cast_to_fp8, x, transposed=True)
+    for length in (37, 32, 1):  # rows of the result in whole vectors, and not
+        assert_same(*both(partial(cast_transposed, rows[:length])))
+    assert_same(*both(lambda: cast_transposed(rows, pow2_scales=True, row_major_scales=True)))
     assert_same(*both(lambda: [moe.combine_rows(x, positions, weights)]))
     assert_same(*both(lambda: [moe.combine_rows(x, positions, None, FP32)]))
 
@@ -179,3 +184,63 @@ def test_masked_swiglu(groups: int, m: int, h: int, both: Callable[..., Any]) ->
     for g, count in enumerate(counts.clamp(0, m).tolist()):
         assert bool((scales[g, count:] == 7).all())
         assert bool((bits(values)[g, count:] == 0x55).all())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_swiglu_with_weights_of_rows(weighted: bool, both: Callable[..., Any]) -> None:
+    x = random(37, 2 * 272, BF16)
+    weights = torch.rand(37) - 0.3 if weighted else None
+    call = partial(c.swiglu_per_token_cast_to_fp8, x, row_weights=weights)
+    (values, scales), (expected, expected_scales) = both(call)
+    assert torch.allclose(scales, expected_scales, rtol=1e-6, atol=0)
+    assert int((bits(values).int() - bits(expected).int()).abs().max()) <= 1
+    grouped = x.view(1, 37, -1)
+    of_groups = None if weights is None else weights[None]
+    counts = torch.tensor([37], dtype=torch.int32)
+    masked, _ = both(lambda: c.swiglu_per_token_cast_to_fp8(grouped, counts, row_weights=of_groups))
+    assert_same([t[0] for t in masked], [values, scales], layout=False)
+
+
+@pytest.mark.parametrize(("m", "h"), [(19, 264), (3, 13), (1, 2048), (9, 8)])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_swiglu_backward(m: int, h: int, dtype: torch.dtype, both: Callable[..., Any]) -> None:
+    """Within the rounding of results; the sum for a weight within that of its terms."""
+    x, grad = random(m, 2 * h, dtype) * 3, random(m, h, dtype, seed=1)
+    for weights in (None, torch.rand(m) - 0.3):
+        found, expected = both(partial(c.swiglu_backward, x, grad, weights))
+        check_swiglu_gradients(found, expected, dtype)
+
+
+@pytest.mark.parametrize(
+    ("groups", "rows", "alignment"), [(1, 5, 128), (8, 808, 128), (40, 300, 16), (1024, 90, 4)]
+)
+def test_padded_groups(groups: int, rows: int, alignment: int, both: Callable[..., Any]) -> None:
+    """Empty groups, rows in none, offsets that make no sense: the reference's bits."""
+    generator = torch.Generator().manual_seed(groups)
+    ends = torch.randint(0, rows + 1, (groups,), generator=generator).sort().values.int()
+    names = torch.randperm(rows, generator=generator).int()
+    good = torch.cat([torch.zeros(1, dtype=torch.int32), ends])
+    for offsets in (good, good.flip(0), good * 0, good * 3 - 7):
+        for source_rows in (None, names):
+            call = partial(
+                moe.pad_groups, offsets, rows, alignment=alignment, source_rows=source_rows
+            )
+            assert_same(*both(call))
+    for num_rows in (0, 9000):
+        assert_same(*both(partial(moe.pad_groups, good, num_rows, alignment=alignment)))
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (144, 1032), (130, 13), (1, 1), (3, 200, 136)])
+def test_turned_weights(shape: tuple[int, ...], both: Callable[..., Any]) -> None:
+    """Bytes and scales moved, by vectors and one by one, of one matrix and of groups."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    values = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    blocks = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+    scales = torch.rand(blocks, generator=generator)
+    pair = values.view(torch.float8_e4m3fn), scales
+    found, expected = both(lambda: c.transpose_block_cast(pair))
+    assert_same(found, expected)
+    assert torch.equal(bits(found[0]), values.transpose(-1, -2))
+    assert torch.equal(found[1], scales.transpose(-1, -2))
+    part = pair[0][..., : shape[-1] // 2 + 1], scales[..., : -(-(shape[-1] // 2 + 1) // 128)]
+    assert_same(*both(lambda: c.transpose_block_cast(part)))

@@ -30,7 +30,7 @@ def row(us: float, copy_us: float = 25.0) -> Row:
 def test_every_case_passes_its_own_check_and_counts_its_bytes() -> None:
     made = {case.name: case for case in cases(128, 256, "cpu")}
     assert set(RECIPES) < set(made)
-    assert len(made) == len(RECIPES) + 5
+    assert len(made) == len(RECIPES) + 8
     for case in made.values():
         check(case)
     x, q, scales = 128 * 256 * 2, 128 * 256, 128 * 2 * 4
@@ -62,7 +62,7 @@ def test_the_bench_runs_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "time_case", lambda case, policy, device: (timing(50), timing(40)))
     seen: list[str] = []
     report = run_casts_bench([(64, 128)], on_row=lambda row: seen.append(row.name))
-    assert len(report.rows) == len(seen) == len(RECIPES) + 5
+    assert len(report.rows) == len(seen) == len(RECIPES) + 8
     values = report.to_dict()
     assert values["rows"][0]["share"] == 0.8
     assert values["provenance"]["policy"] == "cold"

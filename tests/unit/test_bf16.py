@@ -20,7 +20,7 @@ from kgen.grouped_cases import GroupedCase
 from kgen.grouped_reference import contiguous_reference_into, index_of, masked_reference_into
 from kgen.grouped_verify import verify_grouped
 from kgen.heuristic import default_config, predict_us, seeds
-from kgen.problem import BF16_FIELDS, GemmProblem, implied
+from kgen.problem import BF16_FIELDS, WGRAD_KINDS, GemmProblem, implied
 from kgen.render import render
 from kgen.runtime.kernel import MAP_A, MAP_B, operands
 from kgen.search.plan import floor_us
@@ -52,6 +52,15 @@ FP8 = GemmProblem("dense", m=140, n=328, k=912)
 def test_bf16_goes_with_bf16_and_without_scales(fields: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="expected recipe=none a_dtype=bf16 b_dtype=bf16, or FP8"):
         GemmProblem("dense", 1, 8, 16, **fields)
+
+
+@pytest.mark.parametrize("kind", WGRAD_KINDS)
+@pytest.mark.parametrize("fields", [BF16_FIELDS, {"recipe": "none"}, {"a_dtype": "bf16"}])
+def test_weight_gradients_have_none(kind: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="weight gradients take FP8 operands with their scales"):
+        GemmProblem.of(kind, 128, 128, 128, **fields)
+    with pytest.raises(UsageError, match=f"kind={kind} recipe=vector a_dtype=bf16 b_dtype=bf16"):
+        GemmProblem.of(kind, 128, 128, 128, **(BF16_FIELDS | {"recipe": "vector"}))
 
 
 def test_sizes_and_bytes() -> None:

@@ -23,8 +23,8 @@ from kgen.errors import (
     UnsupportedInput,
 )
 from kgen.problem import GemmProblem, ceil_div
+from kgen.runtime import calls, dispatch, driver, gemm
 from kgen.runtime import copies as copying
-from kgen.runtime import dispatch, driver, gemm
 from kgen.runtime.dispatch import Dispatcher
 from kgen.runtime.lookup import Winner
 from kgen.runtime.stats import KgenWarning, Stats
@@ -84,13 +84,13 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     world = World()
     monkeypatch.setattr(driver, "_api", lambda: world.fake)
-    monkeypatch.setattr(gemm, "_stats", world.stats)
-    monkeypatch.setattr(gemm, "hopper_ordinal", lambda device: 0)
-    monkeypatch.setattr(gemm, "current_device", lambda: world.current)
-    for module in (gemm, copying):
+    monkeypatch.setattr(calls, "STATS", world.stats)
+    monkeypatch.setattr(calls, "ordinal_of", lambda device: 0)
+    monkeypatch.setattr(calls, "current_device", lambda: world.current)
+    for module in (calls, copying):
         monkeypatch.setattr(module, "current_stream", lambda ordinal: 7000 + ordinal)
     monkeypatch.setattr(torch.cuda, "device", lambda ordinal: nullcontext())
-    monkeypatch.setattr(gemm, "StoredBuilder", lambda settings: world.builder)
+    monkeypatch.setattr(calls, "StoredBuilder", lambda settings: world.builder)
     monkeypatch.setattr(dispatch, "read_winners", world.read_winners)
     monkeypatch.setattr(dispatch, "is_capturing", lambda ordinal: world.capturing)
     forget()
@@ -179,7 +179,7 @@ def test_the_same_address_with_another_shape_is_another_call(world: World) -> No
 
 
 def test_prepared_launches_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "_MAX_PREPARED", 4)
+    monkeypatch.setattr(calls, "MAX_PREPARED", 4)
     kept = [call(m) for m in range(1, 11)]
     assert len(gemm._prepared) == 4
     run(kept[0])
@@ -282,7 +282,7 @@ def test_no_compiler_falls_back_and_is_looked_for_once(
         looked.append(settings)
         raise CompilerMissing("no compiler to use: looked here and there")
 
-    monkeypatch.setattr(gemm, "StoredBuilder", missing)
+    monkeypatch.setattr(calls, "StoredBuilder", missing)
     with pytest.warns(KgenWarning, match="looked here and there"):
         call(16)
     assert (call(17)["out"] == K).all()

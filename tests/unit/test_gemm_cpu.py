@@ -342,10 +342,11 @@ def test_any_visible_devices_and_no_home(visible: str) -> None:
 def test_a_forked_child_starts_clean() -> None:
     code = (
         "import os, torch, kgen.runtime.gemm as g\n"
-        "g._prepared[1] = 2; g._dispatchers[0] = 3; g._lock.acquire(); g._stats._lock.acquire()\n"
+        "from kgen.runtime import calls as c\n"
+        "g._prepared[1] = 2; c.dispatchers[0] = 3; c.lock.acquire(); c.STATS._lock.acquire()\n"
         "child = os.fork()\n"
         "if child == 0:\n"
-        "    ok = not g._prepared and not g._dispatchers and not g._lock.locked()\n"
+        "    ok = not g._prepared and not c.dispatchers and not c.lock.locked()\n"
         "    g.stats()\n"
         "    os._exit(0 if ok else 1)\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"

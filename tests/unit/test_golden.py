@@ -11,12 +11,12 @@ from kgen.config import GemmConfig, resources
 from kgen.errors import RenderError
 from kgen.problem import GemmProblem
 from kgen.render import _environment, render
-from tools.golden import CASES, FOLDER, GROUPED_CASES, golden_sources
+from tools.golden import CASES, FOLDER, GROUPED_CASES, WGRAD_CASES, golden_sources
 
 PROBLEM = GemmProblem("dense", 128, 2112, 7168)
 
 
-@pytest.mark.parametrize("name", [f"{case}.cu" for case in (*CASES, *GROUPED_CASES)])
+@pytest.mark.parametrize("name", [f"{case}.cu" for case in (*CASES, *GROUPED_CASES, *WGRAD_CASES)])
 def test_source_is_as_kept(name: str) -> None:
     assert (FOLDER / name).read_text() == golden_sources()[name], "see tools/golden.py --accept"
 
@@ -58,9 +58,10 @@ def test_wgmma_names_each_accumulator_register_once(block_n: int) -> None:
 
 
 def test_shared_memory_of_the_source_is_that_of_the_host() -> None:
-    for config, p in CASES.values():
+    for config, p in [*CASES.values(), *WGRAD_CASES.values()]:
         text = render(p, config).text
-        assert f"== {resources(config, p.d_dtype, p.recipe, p.bias).smem_bytes}, " in text
+        r = resources(config, p.d_dtype, p.recipe, p.bias, kind=p.kind)
+        assert f"== {r.smem_bytes}, " in text
 
 
 def test_a_name_that_a_template_lacks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

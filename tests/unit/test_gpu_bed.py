@@ -23,8 +23,11 @@ def test_covering_configurations() -> None:
     assert len(configs) == len(set(configs)) < 150
     assert all(why_invalid(WIDE, config, H200) is None for config in configs)
     for name, values in AXES.items():
-        if name not in ("block_n", "sass_pass"):
+        if name not in ("block_n", "d_staging", "sass_pass"):
             assert {getattr(config, name) for config in configs} == set(values), name
+    assert {config.d_staging for config in configs} == {"own"}
+    gradient = covering(H200, GemmProblem.of("wgrad", 1040, 2112, 7168))
+    assert {config.d_staging for config in gradient} == {"own", "direct"}
     pairs = {pair for config in configs for pair in combinations(traits(config).items(), 2)}
     for block_m, clusters in (((16, 1), 2), ((64, 2), 1), ((192, 3), 2), ((256, 2), 2)):
         assert (("block_m", block_m[0]), ("cluster_m", clusters)) in pairs

@@ -305,7 +305,7 @@ def test_indices_and_offsets_are_told_apart(world: World) -> None:
     t = column_major(operands())
     run(t, m_indices=int32(*[0] * M))
     run(t, m_offsets=int32(0, 1, 2, 3))
-    kept = list(grouped._Calls.prepared.values())
+    kept = list(grouped._prepared.values())
     assert [struct.unpack_from("<II", x.launch.args, 672) for x in kept] == [(G, 1), (G, 0)]
 
 
@@ -320,7 +320,7 @@ def test_expected_m_names_the_problem(expected_m: int, m: int, world: World) -> 
 def test_row_major_scales_of_many_rows_are_turned(world: World) -> None:
     run(operands(), m_offsets=int32(0, 1, 2, 3))
     assert len(world.fake.maps) == 4, "one of them for the turned scales"
-    assert not grouped._Calls.prepared
+    assert not grouped._prepared
     assert gemm.stats()["copies"] == {"a_scales: row-major": 1}
 
 
@@ -335,8 +335,67 @@ def test_checks_are_made_at_each_call(world: World, monkeypatch: pytest.MonkeyPa
 
 def test_a_first_call_in_a_capture_is_refused(world: World) -> None:
     world.capturing = True
-    with pytest.raises(LaunchError, match="run the same call once"):
+    says = rf'warm_up\(m={M // G}, n={N}, k={K}, kind="contiguous", groups={G}, ...\)'
+    with pytest.raises(LaunchError, match=f"run the same call once, or .*{says}"):
         run(column_major(operands()), m_offsets=int32(0, 1, 2, 3))
+
+
+@pytest.mark.parametrize(("kind", "m"), [("contiguous", M // G), ("masked", 64)])
+def test_warm_calls_build_nothing(kind: str, m: int, world: World) -> None:
+    gemm.warm_up([m, 2 * m], N, K, kind=kind, groups=G)
+    built = list(world.builder.built)
+    assert built
+    world.capturing = True
+    t = column_major(operands(masked=kind == "masked"))
+    if kind == "masked":
+        run(t, masked_m=int32(1, 2, 3), expected_m=m)
+    else:
+        run(t, m_offsets=int32(0, 1, 2, 3))
+    assert gemm.last_path() == "kernel"
+    assert world.builder.built == built
+
+
+def test_plans_of_grouped_calls(world: World) -> None:
+    """As a call with these sizes would be answered, under the budget of SMs."""
+    family = GemmProblem("contiguous", 1, N, K, groups=G)
+    world.winners[family] = (Winner(M // G, TUNED, f"key of {TUNED}"),)
+    plan = gemm.plan_for(M // G, N, K, kind="contiguous", groups=G)
+    assert plan is not None
+    assert plan.choice is not None
+    assert (plan.choice.config, plan.choice.origin) == (TUNED, "tuned")
+    gemm.set_num_sms(20)
+    budgeted = gemm.plan_for(M // G, N, K, kind="contiguous", groups=G)
+    assert budgeted is not None
+    assert "num_sms=20" in gemm.missed_shapes()[0]
+    assert gemm.plan_for(0, N, K, kind="masked", groups=G) is None
+    assert gemm.plan_for(5, N, K, device="cpu", kind="masked", groups=G) is not None, "made up"
+
+
+def test_plans_of_weight_gradients(world: World) -> None:
+    """With what a shapes line of the kind may leave out, or the call's own choice."""
+    for kind, groups in (("wgrad", 1), ("k_grouped", G)):
+        options: dict[str, Any] = {"kind": kind, "groups": groups, "out_dtype": torch.float32}
+        choices: tuple[dict[str, Any], ...] = ({}, {"accumulate": False})
+        for choice in choices:
+            plan = gemm.plan_for(128, 256, 512, **options, **choice)
+            assert plan is not None
+            assert plan.choice is not None, plan.reason
+    assert [line.split()[0] for line in gemm.missed_shapes()] == ["wgrad"] * 2 + ["k_grouped"] * 2
+    with pytest.raises(UsageError):
+        gemm.plan_for(128, 256, 512, kind="wgrad", device="cpu")
+
+
+def test_plans_that_no_call_can_have() -> None:
+    for wrong, says in (
+        ({"kind": "diagonal"}, "kind='diagonal': expected one of"),
+        ({"kind": "masked", "recipe": "row"}, "a grouped kind takes recipe=block"),
+        ({"groups": 3}, "groups=3: a dense problem has one group"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            gemm.plan_for(64, N, K, device="cpu", **wrong)
+    with pytest.raises(UsageError, match="n=68: the kernel needs a multiple of 8"):
+        gemm.warm_up(64, 68, K, device="cpu", kind="masked", groups=G)
+    assert gemm.plan_for(64, N, K, device="cpu", kind="masked", groups=G) is None
 
 
 def test_a_budget_of_sms_is_part_of_the_problem(world: World) -> None:

@@ -20,12 +20,12 @@ from kgen.render import problem_class, render
 from kgen.runtime import driver
 from kgen.runtime.grouped_kernel import (
     GROUPED_ARGS_BYTES,
-    KERNELS,
     ContiguousKernel,
     GroupedKernel,
     MaskedKernel,
     most_blocks,
 )
+from kgen.runtime.kernels import KERNELS
 from kgen.space import valid_configs
 from kgen.validity import why_invalid
 from tests.unit.fake_driver import FakeDriver
@@ -235,7 +235,7 @@ def test_the_model_counts_every_groups_weights() -> None:
 def test_the_queue_lies_behind_the_barriers() -> None:
     dense, grouped = (resources(CONFIG, kind=kind) for kind in ("dense", "masked"))
     assert dense.smem_bytes == dense.queue_offset == grouped.queue_offset
-    assert grouped.smem_bytes - dense.smem_bytes == QUEUE_SLOTS * QUEUE_SLOT_BYTES
+    assert grouped.smem_bytes - dense.smem_bytes == QUEUE_SLOTS * QUEUE_SLOT_BYTES["masked"]
     assert grouped.queue_offset % 16 == 0
 
 

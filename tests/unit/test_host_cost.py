@@ -16,7 +16,7 @@ from kgen.bench import gpu, host
 from kgen.bench.host import HostCost, HostReport, make_calls, time_calls
 from kgen.errors import DriverError, GpuMissing, LaunchError
 from kgen.problem import GemmProblem
-from kgen.runtime import driver, gemm
+from kgen.runtime import calls, driver, gemm
 from tests.unit.test_dispatch import K, N, World, call, run
 from tests.unit.test_dispatch import world as world  # noqa: PLC0414, a fixture
 
@@ -54,7 +54,7 @@ def quick_launch(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worl
     launch = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(pointer)
     with monkeypatch.context() as patch:
         patch.setattr(driver, "launch", lambda: launch)
-        patch.setattr(gemm, "current_device", int)
+        patch.setattr(calls, "current_device", int)
         gc.disable()
         yield world
         gc.enable()
@@ -105,7 +105,7 @@ def test_a_known_call_takes_no_lock_and_makes_no_memory(
     t = call(64)
     before = dict(gemm._prepared)
     with monkeypatch.context() as patch:
-        patch.setattr(gemm, "_lock", None)
+        patch.setattr(calls, "lock", None)
         patch.setattr(quick_launch.stats, "_lock", None)
         for name in ("empty", "zeros", "empty_strided"):
             patch.setattr(torch, name, None)

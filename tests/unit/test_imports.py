@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cache.keys",
         "cache.records",
         "cache.container cache.trust",
-        "reference quant cases grouped_reference grouped_cases",
+        "reference quant cases grouped_reference grouped_cases wgrad_reference wgrad_cases",
         "elf",
     ),
     (
@@ -39,13 +39,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cache.artifacts",
         "cache.liveness cache.sqlite cache.rows cache.schema cache.connect cache.db "
         "cache.transfer cache.bundle_rows cache.suggest cache.census",
-        "runtime.driver runtime.tma runtime.kernel runtime.grouped_kernel",
-        "runtime.operands runtime.cast_options runtime.ops runtime.grouped_operands "
-        "runtime.grouped_ops runtime.bf16_ops",
+        "runtime.driver runtime.tma runtime.kernel runtime.grouped_kernel runtime.wgrad_kernel "
+        "runtime.kernels",
+        "runtime.operands runtime.cast_options runtime.ops runtime.cast_out runtime.moe_ops "
+        "runtime.grouped_operands runtime.grouped_ops runtime.bf16_ops "
+        "runtime.wgrad_operands runtime.wgrad_ops",
         "runtime.stats runtime.record",
         "runtime.guard",
     ),
-    ("build", "verify grouped_verify", "runtime.lookup", "cache.bundles"),
+    ("build", "verify grouped_verify wgrad_verify", "runtime.lookup", "cache.bundles"),
     (
         "nvml measure",
         "search.strategy",
@@ -56,9 +58,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "search.plan search.gpu_worker search.compile_pool search.builder search.gpu_body "
         "search.gpu_backend search.run search.session search.offline search.campaign search.tune "
         "search.recheck",
-        "runtime.counting runtime.dispatch runtime.plain runtime.cast_launch runtime.casts "
-        "runtime.moe runtime.copies runtime.grouped runtime.bf16 "
-        "runtime.gemm",
+        "runtime.counting runtime.dispatch runtime.plain runtime.cast_launch "
+        "runtime.turn runtime.swiglu runtime.casts runtime.routing "
+        "runtime.moe runtime.copies runtime.calls runtime.grouped runtime.bf16 runtime.dgrad "
+        "runtime.wgrad runtime.gemm",
     ),
     ("bench",),  # nn, compat, serve: to come
     (
@@ -92,12 +95,20 @@ THIRD_PARTY: dict[str, set[str]] = {
     "grouped_reference": {"torch"},
     "grouped_cases": {"torch"},
     "grouped_verify": {"torch"},
+    "wgrad_reference": {"torch"},
+    "wgrad_cases": {"torch"},
+    "wgrad_verify": {"torch"},
+    "runtime.wgrad_kernel": {"torch"},
+    "runtime.wgrad_operands": {"torch"},
+    "runtime.wgrad_ops": {"torch"},
+    "runtime.wgrad": {"torch"},
     "runtime.grouped_kernel": {"torch"},
     "runtime.grouped_operands": {"torch"},
     "runtime.grouped_ops": {"torch"},
     "runtime.grouped": {"torch"},
     "runtime.bf16": {"torch"},
     "runtime.bf16_ops": {"torch"},
+    "runtime.dgrad": {"torch"},
     "measure": {"torch"},
     "search.strategy": {"optuna"},
     "search.gpu_body": {"torch"},
@@ -106,9 +117,15 @@ THIRD_PARTY: dict[str, set[str]] = {
     "runtime.cast_options": {"torch"},
     "runtime.plain": {"torch"},
     "runtime.cast_launch": {"torch"},
+    "runtime.turn": {"torch"},
+    "runtime.swiglu": {"torch"},
+    "runtime.routing": {"torch"},
+    "runtime.cast_out": {"torch"},
+    "runtime.moe_ops": {"torch"},
     "runtime.casts": {"torch"},
     "runtime.moe": {"torch"},
     "runtime.copies": {"torch"},
+    "runtime.calls": {"torch"},
     "runtime.guard": {"torch"},
     "runtime.dispatch": {"torch"},
     "runtime.gemm": {"torch"},

@@ -14,7 +14,7 @@ import torch
 from kgen.build import PlainCubin
 from kgen.errors import CompileError, DriverError, LaunchError
 from kgen.render import render_plain
-from kgen.runtime import cast_launch, driver, plain
+from kgen.runtime import cast_launch, driver, moe, plain
 from kgen.runtime import casts as c
 from kgen.runtime.cast_options import CastOptions
 from kgen.runtime.plain import PlainKernels, Spec
@@ -203,18 +203,45 @@ def test_kernels_and_grids_of_casts(recorded: Recording) -> None:
         recorded.calls.clear()
         c.run_cast(x, CastOptions(recipe, direction))
         assert [grid for grid, _ in recorded.calls] == grids, (recipe, direction)
-        assert all(len(args) == 176 for _, args in recorded.calls)
+        assert all(len(args) == 184 for _, args in recorded.calls)
 
 
 def test_arguments_of_a_cast(recorded: Recording) -> None:
     x = random(300, 600, BF16)[:, :520]
     result = c.run_cast(x, CastOptions("token", "both"))
     ((_, args),) = recorded.calls
-    values = struct.unpack("<10Q10q4I", args)
+    values = struct.unpack("<10Q10q4IQ", args)
     assert values[:6] == (*(t.data_ptr() for t in (x, *result[:4]) if t is not None), 0)
     assert values[10:13] == (600, 520, 300)
     assert values[13:17] == (1, 300, 1, 520)
-    assert values[20:] == (300, 520, 300, 1)
+    assert values[20:] == (300, 520, 300, 1, 0)
+
+
+def test_arguments_of_gathered_rows_cast_transposed(recorded: Recording) -> None:
+    """The result's rows and x's own: tiles are those of the rows that are named."""
+    x, rows = random(40, 600, BF16)[:, :520], torch.zeros(300, dtype=torch.int32)
+    values, scales = moe.gather_per_token_cast_to_fp8(x, rows, transposed=True)
+    ((grid, args),) = recorded.calls
+    assert grid == 3 * 5
+    assert recorded.specs[0].variables["gather"] is True
+    found = struct.unpack("<10Q10q4IQ", args)
+    addresses = (x.data_ptr(), 0, 0, values.data_ptr(), scales.data_ptr(), 0, 0, 0, rows.data_ptr())
+    assert found[:9] == addresses
+    assert found[10:13] == (600, 0, 300)
+    assert found[15:17] == (1, 520)
+    assert found[20:] == (300, 520, 40, 1, 0)
+    moe.gather_per_token_cast_to_fp8(x, rows[:16], transposed=True)
+    assert struct.unpack("<4I", recorded.calls[1][1][-24:-8]) == (16, 520, 40, 1)
+
+
+def test_arguments_of_weights_of_rows(recorded: Recording) -> None:
+    x, weights = random(33, 512, BF16), torch.rand(33, 2)[:, 0]
+    c.swiglu_per_token_cast_to_fp8(x, row_weights=weights)
+    ((_, args),) = recorded.calls
+    assert recorded.specs[0].variables["weighted"] is True
+    *sizes, address = struct.unpack("<4IQ", args[-24:])
+    assert sizes == [33, 256, 33, 1]
+    assert address not in (0, weights.data_ptr()), "of a copy: every second number"
 
 
 @pytest.mark.parametrize(

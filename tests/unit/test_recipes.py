@@ -21,6 +21,7 @@ from kgen.heuristic import default_config, explain
 from kgen.problem import GROUPED_KINDS, GemmProblem
 from kgen.reference import gemm_reference
 from kgen.render import problem_class
+from kgen.runtime import calls
 from kgen.runtime.copies import copy_reasons
 from kgen.runtime.operands import as_matrices, check, unpack
 from kgen.settings import batch_invariant_by_default
@@ -384,13 +385,13 @@ def test_one_graph_for_every_m(recipe: str) -> None:
 @pytest.fixture
 def _policy() -> Iterator[None]:
     yield
-    g._Policy.batch_invariant, g._Policy.key = None, (0, None)
+    calls.Policy.batch_invariant, calls.Policy.key = None, (0, None)
 
 
 @pytest.mark.usefixtures("_policy")
 def test_the_policy_is_the_environments_until_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(g, "batch_invariant_by_default", lambda: True)
-    g._Policy.batch_invariant, g._Policy.key = None, (0, None)
+    monkeypatch.setattr(calls, "batch_invariant_by_default", lambda: True)
+    calls.Policy.batch_invariant, calls.Policy.key = None, (0, None)
     assert g.is_batch_invariant()
     g.set_batch_invariant(False)
     assert not g.is_batch_invariant()

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kgen.problem import GemmProblem
-from kgen.runtime import counting, gemm, record
+from kgen.runtime import calls, counting, gemm, record
 from kgen.runtime.counting import CountedLaunch, counted
 from kgen.runtime.kernel import Launch
 from kgen.runtime.record import Recorder, add_to, files_of, path_of, sorted_by_weight
@@ -144,7 +144,7 @@ def test_a_counted_launch_is_the_launch_it_counts(world: World, recorder: Record
     assert type(launch) is CountedLaunch
     assert launch.grid == world.fake.launches[0].grid[0]
     assert len(launch.args) == 640
-    assert plan.kernel.config == gemm._dispatchers[0]._kernels.popitem()[1].config  # type: ignore[union-attr]
+    assert plan.kernel.config == calls.dispatchers[0]._kernels.popitem()[1].config  # type: ignore[union-attr]
 
 
 def test_reload_reads_the_environment_again(
@@ -349,9 +349,9 @@ def test_a_program_and_its_forked_child(tmp_path: Path, name: str, files: int) -
     assert len(found) == files == len(list(tmp_path.iterdir()))
     total: dict[str, int] = {}
     for file in found:
-        for line, calls in kept(file).items():
-            total[line] = total.get(line, 0) + calls
-    assert {line.split()[1]: calls for line, calls in total.items()} == {
+        for line, number in kept(file).items():
+            total[line] = total.get(line, 0) + number
+    assert {line.split()[1]: number for line, number in total.items()} == {
         "m=1": 3,
         "m=2": 2,
         "m=4": 2,

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kgen.errors import DriverError, UnsupportedInput
-from kgen.runtime import copies, gemm, guard
+from kgen.runtime import calls, copies, gemm, guard
 from kgen.runtime.guard import layout_of, same_as
 from tests.unit.test_dispatch import K, N, World, call, e4m3, run
 from tests.unit.test_dispatch import world as world  # noqa: PLC0414, a fixture
@@ -194,10 +194,10 @@ class Cuda(threading.local):
 @pytest.fixture
 def cuda(world: World, monkeypatch: pytest.MonkeyPatch) -> Cuda:
     cuda = Cuda([])
-    monkeypatch.setattr(gemm, "hopper_ordinal", lambda device: cuda.tensors_on)
-    monkeypatch.setattr(gemm, "current_device", lambda: cuda.device)
+    monkeypatch.setattr(calls, "ordinal_of", lambda device: cuda.tensors_on)
+    monkeypatch.setattr(calls, "current_device", lambda: cuda.device)
     monkeypatch.setattr(torch.cuda, "device", cuda.use)
-    for module in (gemm, copies):
+    for module in (calls, copies):
         monkeypatch.setattr(module, "current_stream", lambda n: 1000 * n + cuda.stream)
     world.fake.on_launch = lambda: cuda.launched_on.append(cuda.device)
     return cuda

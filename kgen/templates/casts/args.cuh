@@ -16,5 +16,6 @@ struct CastArgs {
     i64 sf_stride_m, sf_stride_k, sft_stride_m, sft_stride_k;
     i64 x_stride_g, q_stride_g, sf_stride_g;
     u32 m, k, x_rows, groups;
+    const float* weights;  // SwiGLU: of each row, [groups][m]
 };
-static_assert(sizeof(CastArgs) == 176, "the host packs 176 bytes");
+static_assert(sizeof(CastArgs) == 184, "the host packs 184 bytes");

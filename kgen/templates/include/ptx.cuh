@@ -212,6 +212,10 @@ __device__ __forceinline__ float load_shared_float(u32 address) {
     return value;
 }
 
+__device__ __forceinline__ void store_shared_float(u32 address, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+
 __device__ __forceinline__ void store_shared_float2(u32 address, float x, float y) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }

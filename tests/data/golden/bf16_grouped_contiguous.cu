@@ -9,11 +9,12 @@
 // cluster_n = 2
 // split_k = 1
 // b_eviction = evict_normal
+// d_staging = own
 // raster_along = m
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: ac36d3d334d72cffee97907faf2ffda843cd520980ef3e92a753e4db42e13e98
+// Body SHA-256: a8708092b48bb6e4f1f2f5b861b3d5cb410105ec768b0e366793538ff282a13e
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -290,6 +291,10 @@ __device__ __forceinline__ float load_shared_float(u32 address) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
     return value;
+}
+
+__device__ __forceinline__ void store_shared_float(u32 address, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 }
 
 __device__ __forceinline__ void store_shared_float2(u32 address, float x, float y) {
@@ -902,9 +907,9 @@ kgen_gemm(const __grid_constant__ GroupedArgs args) {
     constexpr u32 producer_warp = kNumMathWarpgroups * 4;
     if (warp == producer_warp + 3 && lane == 0) prefetch_l2(args.layout);  // everybody waits for it
     if (warp == producer_warp) {
-        // Full: each thread that loads A or B, or the scales of A by TMA, and each lane that copies scales.
+        // Full: each thread that loads A or B, the one that writes scales of B, and each lane that copies scales.
         // Empty: each math warp of every CTA in the cluster that shares a tile, since any may write here.
-        const u32 scale_arrivals = 0;
+        constexpr u32 scale_arrivals = 0;
         if (lane < kNumStages) {
             mbarrier_init(smem + kFullOffset + lane * 8, kNumLoadWarps + scale_arrivals);
             mbarrier_init(smem + kEmptyOffset + lane * 8, kNumMathWarpgroups * 4 * kClusterM * kClusterN);

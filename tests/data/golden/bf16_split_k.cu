@@ -9,11 +9,12 @@
 // cluster_n = 1
 // split_k = 4
 // b_eviction = evict_normal
+// d_staging = own
 // raster_along = m
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: c1e4bff931e0897f6963369ad0cc9062f88cd8c3c2433d6b336ebd913aac79d6
+// Body SHA-256: c9b05036947d050e3e1e8087e71b555eb153441c97ccc0c8cd31c57a8b770699
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -284,6 +285,10 @@ __device__ __forceinline__ float load_shared_float(u32 address) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
     return value;
+}
+
+__device__ __forceinline__ void store_shared_float(u32 address, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 }
 
 __device__ __forceinline__ void store_shared_float2(u32 address, float x, float y) {
@@ -609,7 +614,7 @@ kgen_gemm(const __grid_constant__ GemmArgs args) {
     if (warp == producer_warp) {
         // Full: each thread that loads A or B, or the scales of A by TMA, and each lane that copies scales.
         // Empty: each math warp of every CTA in the cluster that shares a tile, since any may write here.
-        const u32 scale_arrivals = 0;
+        constexpr u32 scale_arrivals = 0;
         if (lane < kNumStages) {
             mbarrier_init(smem + kFullOffset + lane * 8, kNumLoadWarps + scale_arrivals);
             mbarrier_init(smem + kEmptyOffset + lane * 8, kNumMathWarpgroups * 4 * kClusterM * kClusterN);

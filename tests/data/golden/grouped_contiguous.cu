@@ -9,11 +9,12 @@
 // cluster_n = 1
 // split_k = 1
 // b_eviction = evict_normal
+// d_staging = own
 // raster_along = m
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 8c437b12fea0b5122039d55404224b706ecf47931996ea158ce15f312675efee
+// Body SHA-256: aa52f3abdace8973959f7a79758e89353c48144f5fb6200edbec89b4c055ee6f
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -295,6 +296,10 @@ __device__ __forceinline__ float load_shared_float(u32 address) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
     return value;
+}
+
+__device__ __forceinline__ void store_shared_float(u32 address, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 }
 
 __device__ __forceinline__ void store_shared_float2(u32 address, float x, float y) {
@@ -655,21 +660,45 @@ __device__ __forceinline__ void load_operands(const GemmArgs& args, const Extent
     });
 }
 
+// Scales of B on their way: a lane holds those of one K block in 32, so that a warp reads whole lines and no
+// K block waits for a copy of its own. (Those cost 3 % at M = 4096. Small stages keep them: with one load for
+// all, the first K blocks start later, which costs more there.)
+struct BScales {
+    float held[kNumBScales];
+
+    // Those of the 32 K blocks from `first` on.
+    __device__ __forceinline__ void fetch(const GemmArgs& args, const Extent& extent, const Work& work, u32 first,
+                                          u32 lane) {
+        const u32 block = first + lane;
+#pragma unroll
+        for (u32 i = 0; i < kNumBScales; ++i) {
+            const u32 b_row = work.n0 / 128 + i;
+            held[i] = 0.0f;
+            if (b_row < extent.b_scale_rows && block < work.k_end)
+                held[i] = sfb_of(args, work)[b_row * args.sfb_stride_n + block * args.sfb_stride_k];
+        }
+    }
+
+    // The first lane writes those of K block `index` of the 32.
+    __device__ __forceinline__ void write(u32 sfb, u32 index, u32 lane) const {
+#pragma unroll
+        for (u32 i = 0; i < kNumBScales; ++i) {
+            const float scale = __shfl_sync(0xffffffff, held[i], index);
+            if (lane == 0) store_shared_float(sfb + i * 4, scale);
+        }
+    }
+};
+
 // The scales of B, and those of A: by TMA, or one by one where TMA can not take their pitch. A lane's
-// arrival follows its copies, so nothing waits here for data.
+// arrival follows its copies, so nothing waits here for data of A.
 __device__ __forceinline__ void load_scales(const GemmArgs& args, const Extent& extent, u32 smem, u32 rank,
                                             u32 lane) {
     const bool direct = args.sfa_direct;
-    if (lane >= (direct ? 32 : kNumBScales)) return;
+    BScales b_scales;
     for_each_stage(extent, smem, rank, [&](const Work& work, u32 block, u32 stage, u32 full) {
-        const u32 sfa = smem + kSfaOffset + stage * kSfaStageBytes;
-        if (lane < kNumBScales) {
-            const u32 b_row = work.n0 / 128 + lane;
-            const bool valid = b_row < extent.b_scale_rows;
-            copy_async_float(smem + kSfbOffset + stage * kSfbStageBytes + lane * 4,
-                             sfb_of(args, work) + (valid ? b_row * args.sfb_stride_n + block * args.sfb_stride_k : 0),
-                             valid);
-        }
+        const u32 sfa = smem + kSfaOffset + stage * kSfaStageBytes, sfb = smem + kSfbOffset + stage * kSfbStageBytes;
+        const u32 index = (block - work.k_begin) % 32;
+        if (index == 0) b_scales.fetch(args, extent, work, block, lane);
         if (direct) {
 #pragma unroll 1
             for (u32 row = lane; row < kSfaRows; row += 32) {
@@ -679,13 +708,14 @@ __device__ __forceinline__ void load_scales(const GemmArgs& args, const Extent& 
                     sfa + row * 4,
                     sfa_of(args, work) + (valid ? a_row * args.sfa_stride_m + block * args.sfa_stride_k : 0), valid);
             }
+            copy_async_arrive(full);
         } else if (lane == 0) {
-            // With an arrival: mbarrier.expect_tx alone is carried out later (SYNCS…RED), and the arrival
-            // of the copies below may overtake it: the phase would end before these bytes are there.
-            mbarrier_arrive_expect(full, kSfaRows * 4);
             tma_load(sfa, &args.map_sfa, work.sfa_m0(), block, full);
         }
-        copy_async_arrive(full);
+        b_scales.write(sfb, index, lane);
+        // This arrival also says how many bytes TMA brings: mbarrier.expect_tx alone is carried out later
+        // (SYNCS…RED), and another arrival may overtake it.
+        if (lane == 0) mbarrier_arrive_expect(full, direct ? 0 : kSfaRows * 4);
     });
 }
 
@@ -972,15 +1002,15 @@ kgen_gemm(const __grid_constant__ GroupedArgs args) {
     constexpr u32 producer_warp = kNumMathWarpgroups * 4;
     if (warp == producer_warp + 3 && lane == 0) prefetch_l2(args.layout);  // everybody waits for it
     if (warp == producer_warp) {
-        // Full: each thread that loads A or B, or the scales of A by TMA, and each lane that copies scales.
+        // Full: each thread that loads A or B, the one that writes scales of B, and each lane that copies scales.
         // Empty: each math warp of every CTA in the cluster that shares a tile, since any may write here.
-        const u32 scale_arrivals = args.sfa_direct ? 32 : 1 + kNumBScales;
+        const u32 scale_arrivals = args.sfa_direct ? 33 : 1;
         if (lane < kNumStages) {
             mbarrier_init(smem + kFullOffset + lane * 8, kNumLoadWarps + scale_arrivals);
             mbarrier_init(smem + kEmptyOffset + lane * 8, kNumMathWarpgroups * 4 * kClusterM * kClusterN);
         }
         if (lane < kQueueSlots) {  // read by each thread that loads, each scale lane and each math warp
-            const u32 loaders = kNumLoadWarps + (args.sfa_direct ? 32 : kNumBScales);
+            const u32 loaders = kNumLoadWarps + 32;
             mbarrier_init(smem + kQueueFullOffset + lane * 8, 1);
             mbarrier_init(smem + kQueueReadOffset + lane * 8, loaders + kNumMathWarpgroups * 4);
         }

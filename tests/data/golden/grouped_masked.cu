@@ -9,11 +9,12 @@
 // cluster_n = 2
 // split_k = 1
 // b_eviction = evict_normal
+// d_staging = own
 // raster_along = m
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 41c0cc5630c2a1734283b8b121a2c3fbd1da04df9beb54cbecde9870fc5085db
+// Body SHA-256: dc4d7da824632a05e91b6acef0519f0c601f354b3cd00c292fe2e1174af5c586
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -295,6 +296,10 @@ __device__ __forceinline__ float load_shared_float(u32 address) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
     return value;
+}
+
+__device__ __forceinline__ void store_shared_float(u32 address, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 }
 
 __device__ __forceinline__ void store_shared_float2(u32 address, float x, float y) {
@@ -668,11 +673,11 @@ __device__ __forceinline__ void load_scales(const GemmArgs& args, const Extent& 
     const bool direct = args.sfa_direct;
     if (lane >= (direct ? 32 : kNumBScales)) return;
     for_each_stage(extent, smem, rank, [&](const Work& work, u32 block, u32 stage, u32 full) {
-        const u32 sfa = smem + kSfaOffset + stage * kSfaStageBytes;
+        const u32 sfa = smem + kSfaOffset + stage * kSfaStageBytes, sfb = smem + kSfbOffset + stage * kSfbStageBytes;
         if (lane < kNumBScales) {
             const u32 b_row = work.n0 / 128 + lane;
             const bool valid = b_row < extent.b_scale_rows;
-            copy_async_float(smem + kSfbOffset + stage * kSfbStageBytes + lane * 4,
+            copy_async_float(sfb + lane * 4,
                              sfb_of(args, work) + (valid ? b_row * args.sfb_stride_n + block * args.sfb_stride_k : 0),
                              valid);
         }

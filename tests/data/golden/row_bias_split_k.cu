@@ -9,11 +9,12 @@
 // cluster_n = 1
 // split_k = 4
 // b_eviction = evict_normal
+// d_staging = own
 // raster_along = m
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 0b2fa1594556ebfca716e70a96edeeabf8b9ccbd820305f9b6dd2fbe2e616c37
+// Body SHA-256: f14d9e2669f470dabd33a7fbfd454a74324b73f2ac21b825f1910cdf570c330d
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -285,6 +286,10 @@ __device__ __forceinline__ float load_shared_float(u32 address) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
     return value;
+}
+
+__device__ __forceinline__ void store_shared_float(u32 address, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 }
 
 __device__ __forceinline__ void store_shared_float2(u32 address, float x, float y) {
@@ -709,7 +714,7 @@ kgen_gemm(const __grid_constant__ GemmArgs args) {
     if (warp == producer_warp) {
         // Full: each thread that loads A or B, or the scales of A by TMA, and each lane that copies scales.
         // Empty: each math warp of every CTA in the cluster that shares a tile, since any may write here.
-        const u32 scale_arrivals = 0;
+        constexpr u32 scale_arrivals = 0;
         if (lane < kNumStages) {
             mbarrier_init(smem + kFullOffset + lane * 8, kNumLoadWarps + scale_arrivals);
             mbarrier_init(smem + kEmptyOffset + lane * 8, kNumMathWarpgroups * 4 * kClusterM * kClusterN);

@@ -9,11 +9,12 @@
 // cluster_n = 1
 // split_k = 1
 // b_eviction = evict_normal
+// d_staging = own
 // raster_along = m
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: f3d26ae52d2391492e1768df9fe150e1b3cc33a9d748bdfc0c2c9b05357e2d1e
+// Body SHA-256: 33b9f35d70b3d61dd490faaeb98cb515fe682abc5ea418bea81eabbc75117d18
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -287,6 +288,10 @@ __device__ __forceinline__ float load_shared_float(u32 address) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
     return value;
+}
+
+__device__ __forceinline__ void store_shared_float(u32 address, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 }
 
 __device__ __forceinline__ void store_shared_float2(u32 address, float x, float y) {
@@ -711,9 +716,9 @@ kgen_gemm(const __grid_constant__ GemmArgs args) {
     constexpr u32 producer_warp = kNumMathWarpgroups * 4;
     if (warp < producer_warp) prefetch_first_blocks(args, extent, n, k, rank);
     if (warp == producer_warp) {
-        // Full: each thread that loads A or B, or the scales of A by TMA, and each lane that copies scales.
+        // Full: each thread that loads A or B, the one that writes scales of B, and each lane that copies scales.
         // Empty: each math warp of every CTA in the cluster that shares a tile, since any may write here.
-        const u32 scale_arrivals = 0;
+        constexpr u32 scale_arrivals = 0;
         if (lane < kNumStages) {
             mbarrier_init(smem + kFullOffset + lane * 8, kNumLoadWarps + scale_arrivals);
             mbarrier_init(smem + kEmptyOffset + lane * 8, kNumMathWarpgroups * 4 * kClusterM * kClusterN);

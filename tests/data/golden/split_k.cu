@@ -9,11 +9,12 @@
 // cluster_n = 1
 // split_k = 4
 // b_eviction = evict_normal
+// d_staging = own
 // raster_along = m
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 0566e190e27e012702da65847e7a43dccd2f5853ec489c981a01cf350d5bca9b
+// Body SHA-256: 4af8f235f84035e8b23a5fdda133664eb132ece7769261cc5f8e8f1b57399847
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -290,6 +291,10 @@ __device__ __forceinline__ float load_shared_float(u32 address) {
     return value;
 }
 
+__device__ __forceinline__ void store_shared_float(u32 address, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+
 __device__ __forceinline__ void store_shared_float2(u32 address, float x, float y) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
@@ -444,11 +449,11 @@ __device__ __forceinline__ void load_scales(const GemmArgs& args, const Extent& 
     const bool direct = args.sfa_direct;
     if (lane >= (direct ? 32 : kNumBScales)) return;
     for_each_stage(extent, smem, rank, [&](const Work& work, u32 block, u32 stage, u32 full) {
-        const u32 sfa = smem + kSfaOffset + stage * kSfaStageBytes;
+        const u32 sfa = smem + kSfaOffset + stage * kSfaStageBytes, sfb = smem + kSfbOffset + stage * kSfbStageBytes;
         if (lane < kNumBScales) {
             const u32 b_row = work.n0 / 128 + lane;
             const bool valid = b_row < extent.b_scale_rows;
-            copy_async_float(smem + kSfbOffset + stage * kSfbStageBytes + lane * 4,
+            copy_async_float(sfb + lane * 4,
                              sfb_of(args, work) + (valid ? b_row * args.sfb_stride_n + block * args.sfb_stride_k : 0),
                              valid);
         }

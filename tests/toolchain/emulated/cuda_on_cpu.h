@@ -125,6 +125,12 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
+inline u32 __byte_perm(u32 low, u32 high, u32 selector) {
+    const u64 bytes = u64(high) << 32 | low;
+    u32 result = 0;
+    for (u32 i = 0; i < 4; ++i) result |= u32(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return result;
+}
 inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline int atomicMax(int* place, int value) { const int old = *place; if (value > old) *place = value; return old; }
 
