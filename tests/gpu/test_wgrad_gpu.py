@@ -25,6 +25,7 @@ from kgen.runtime.wgrad_kernel import KGroupedKernel, WgradKernel
 from kgen.search.builder import create
 from kgen.search.gpu_body import GpuBody
 from kgen.settings import Settings
+from kgen.space import AXES
 from kgen.validity import why_invalid
 from kgen.verify import MAX_FINE_ERROR, check_random
 from kgen.wgrad_cases import KGroupedCase, accumulating, held_before
@@ -90,6 +91,7 @@ def test_every_trait_of_a_kernel(accumulate: bool, kernels: Kernels, device: Dev
     configs = covering(device, replace(WIDE, accumulate=accumulate))
     configs = configs if accumulate else configs[::2]
     assert len(configs) > 25
+    assert {config.d_staging for config in configs} == set(AXES["d_staging"])
     assert verify_all(problem, configs, kernels) == {}
 
 

@@ -123,6 +123,9 @@ def test_what_a_kernel_may_be() -> None:
     assert rule(PROBLEM, **split, d_staging="direct") == "direct_kind"
     assert rule(groups, **split) == "k_grouped_split"
     assert rule(groups, baked_dims="nk") == "k_grouped_baked"
+    three = {"block_m": 192, "num_math_warpgroups": 3, "num_stages": 3, "cluster_m": 2}
+    assert rule(groups, **three, block_n=120) == "registers"
+    assert rule(groups, **three, block_n=112) == rule(PROBLEM, **three, block_n=120) == ""
     assert all(c.d_staging == "own" for c in valid_configs(dense, H200))
 
 
