@@ -10,10 +10,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import torch
 
+from kgen import settings
 from kgen.device import Device
 from kgen.errors import KgenError, UsageError
 from kgen.problem import GemmProblem
@@ -109,6 +111,12 @@ def is_batch_invariant() -> bool:
     return bool(Policy.batch_invariant)
 
 
+@cache
+def wants_checks() -> bool:
+    """`kgen.settings.wants_checks`, asked once; `wants_checks.cache_clear()` has it asked anew."""
+    return settings.wants_checks()
+
+
 # ------------------------------------------------------------------------------- reports
 
 
@@ -173,10 +181,10 @@ def ordinal_of(device: torch.device) -> int | None:
 def _make_dispatcher(ordinal: int) -> Dispatcher | str:
     with lock:
         if ordinal not in dispatchers:
-            settings = Settings.from_env()
+            chosen = Settings.from_env()
             try:
-                builder = StoredBuilder(settings)
-                made = Dispatcher(ordinal, builder, settings.db_url, STATS)
+                builder = StoredBuilder(chosen)
+                made = Dispatcher(ordinal, builder, chosen.db_url, STATS)
             except KgenError as error:
                 raise_if_final(error)
                 dispatchers[ordinal] = str(error)

@@ -25,17 +25,10 @@ from kgen.runtime.grouped_kernel import GroupedKernel
 from kgen.runtime.grouped_operands import GroupedInputs, check, check_layout, unpack
 from kgen.runtime.guard import layout_of, same_as
 from kgen.runtime.ops import dispatch_modes, refuse_gradient
-from kgen.settings import wants_checks
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 _prepared: dict[tuple[Any, ...], Ready] = {}
-
-
-class _Checks:
-    """Whether values are looked at: what KGEN_CHECK says, once it was asked for."""
-
-    wanted: bool | None = None
 
 
 def register() -> None:
@@ -46,7 +39,7 @@ def register() -> None:
 def forget() -> None:
     """Forget every launch and setting, as `kgen.runtime.gemm.reload` does, and in a new process."""
     _prepared.clear()
-    _Checks.wanted = None
+    calls.wants_checks.cache_clear()
 
 
 def get_m_alignment_for_contiguous_layout() -> int:
@@ -202,7 +195,7 @@ def _first_call(x: GroupedInputs, key: tuple[Any, ...], ready: Any) -> None:
         return
     check(x)
     ordinal = calls.ordinal_of(x.a.device)
-    if _wants_checks() and not (ordinal is not None and is_capturing(ordinal)):
+    if calls.wants_checks() and not (ordinal is not None and is_capturing(ordinal)):
         check_layout(x)
     if x.out.numel() == 0 or not x.b.shape[0]:
         calls.set_path("empty")
@@ -221,7 +214,7 @@ def _first_call(x: GroupedInputs, key: tuple[Any, ...], ready: Any) -> None:
     made = calls.ready_for(tensors, ordinal, launch)
     if turned:
         calls.STATS.add_reason("copies", "a_scales: row-major")
-    elif not _wants_checks():
+    elif not calls.wants_checks():
         calls.remember(_prepared, key, made)
     run_ready(made, x.out)
 
@@ -245,9 +238,3 @@ def _refer(x: GroupedInputs, reason: str) -> None:
 def _is_worth_turning(sfa: torch.Tensor) -> bool:
     """As in the dense call, by the rows of all groups together."""
     return sfa.shape[-1] > 1 and sfa.shape[:-1].numel() > MAX_DIRECT_M and sfa.stride(-2) != 1
-
-
-def _wants_checks() -> bool:
-    if _Checks.wanted is None:
-        _Checks.wanted = wants_checks()
-    return _Checks.wanted

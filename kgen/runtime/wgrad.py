@@ -21,18 +21,11 @@ from kgen.runtime.guard import layout_of, same_as
 from kgen.runtime.ops import any_stands_for_another, dispatch_modes, refuse_gradient
 from kgen.runtime.wgrad_kernel import KGroupedKernel, WgradKernel
 from kgen.runtime.wgrad_operands import WgradInputs, check, check_values, unpack
-from kgen.settings import wants_checks
 from kgen.wgrad_reference import k_grouped_reference_into, wgrad_reference_into
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 _prepared: dict[tuple[Any, ...], Ready] = {}
-
-
-class _Checks:
-    """Whether values are looked at: what KGEN_CHECK says, once it was asked for."""
-
-    wanted: bool | None = None
 
 
 def register() -> None:
@@ -43,7 +36,7 @@ def register() -> None:
 def forget() -> None:
     """Forget every launch and setting, as `kgen.runtime.gemm.reload` does, and in a new process."""
     _prepared.clear()
-    _Checks.wanted = None
+    calls.wants_checks.cache_clear()
 
 
 def wgrad_gemm_fp8_fp8_fp32_nt(
@@ -147,7 +140,7 @@ def _first_call(x: WgradInputs, key: tuple[Any, ...], ready: Any) -> None:
     check(x)
     x = x.as_matrices()
     ordinal = calls.ordinal_of(x.a.device)
-    if _wants_checks() and not (ordinal is not None and is_capturing(ordinal)):
+    if calls.wants_checks() and not (ordinal is not None and is_capturing(ordinal)):
         check_values(x)
     if not x.out.numel() or not x.columns:
         if not x.accumulate:
@@ -167,7 +160,7 @@ def _first_call(x: WgradInputs, key: tuple[Any, ...], ready: Any) -> None:
         return
     assert ordinal is not None, "there is a plan"
     made = calls.ready_for(tensors, ordinal, launch)
-    if not (_wants_checks() and isinstance(x.ks, torch.Tensor)):
+    if not (calls.wants_checks() and isinstance(x.ks, torch.Tensor)):
         calls.remember(_prepared, key, made)
     run_ready(made, x.out)
 
@@ -184,9 +177,3 @@ def _refer(x: WgradInputs, reason: str) -> None:
         else:
             k_grouped_reference_into(*operands, x.ks, adds=x.accumulate)
     calls.set_path("reference")
-
-
-def _wants_checks() -> bool:
-    if _Checks.wanted is None:
-        _Checks.wanted = wants_checks()
-    return _Checks.wanted
