@@ -15,15 +15,14 @@ import torch
 
 from kgen.bench.against import Against
 from kgen.bench.package import import_as
-from kgen.bench.peers import OWN_NAME, words
-from kgen.bench.providers import Provider, Ready
+from kgen.bench.peers import OWN_NAME, forbid_overlap, made_for_each, version_of, words
+from kgen.bench.providers import Provider, Ready, kgen_ready
 from kgen.bench.summary import KGEN
-from kgen.errors import KgenError, LaunchError
+from kgen.errors import KgenError, LaunchError, UsageError
 from kgen.grouped_cases import GroupedCase, GroupedRun
 from kgen.grouped_verify import check_runs, verify_grouped
 from kgen.runtime.dispatch import Dispatcher
 from kgen.runtime.grouped_kernel import GroupedKernel
-from kgen.runtime.kernel import current_stream
 from kgen.verify import Verified
 
 Tensors = tuple[torch.Tensor, ...]
@@ -61,19 +60,9 @@ class GroupedKgen:
             by_index=by_index,
             num_sms=problem.num_sms,
         )
-        ordinal = self._dispatcher.ordinal
-
-        def call() -> None:
-            _ = tensors  # a launch holds addresses only: the memory must live as long as the call
-            prepared.run(current_stream(ordinal))
-
-        details = {
-            "config": choice.config.to_dict(),
-            "short": str(choice.config),
-            "origin": choice.origin,
-            "layout": run.grouping.name.rpartition(" ")[2],
-        }
-        return Ready(verified, call, details)
+        ready = kgen_ready(verified, prepared, tensors, choice, self._dispatcher.ordinal)
+        ready.details["layout"] = run.grouping.name.rpartition(" ")[2]
+        return ready
 
 
 class TorchLoop:
@@ -211,21 +200,16 @@ def grouped_against(
 
     Of torch's there are those for `recipes`.
     """
-    found: list[Provider] = []
-    missing: dict[str, str] = {}
-    for one in asked:
-        try:
-            if one.name == "torch":
-                found += [TorchLoop()] * ("block" in recipes)
-                found += [TorchGroupedMm(), TorchBmm()] * ("none" in recipes)
-            elif one.folder is None:
-                missing[one.name] = "has no kernel for grouped problems"
-            else:
-                found.append(grouped_peer(one.name, import_as(one.folder, one.alias, OWN_NAME)))
-        # A package's own import may fail in any way, down to a loader's complaint.
-        except (Exception, SystemExit) as error:
-            missing[one.name] = str(error) if isinstance(error, KgenError) else words(error)
-    return found, missing
+
+    def make(one: Against) -> list[Provider]:
+        if one.name == "torch":
+            of_torch: list[Provider] = [TorchLoop()] * ("block" in recipes)
+            return of_torch + [TorchGroupedMm(), TorchBmm()] * ("none" in recipes)
+        if one.folder is None:
+            raise UsageError("has no kernel for grouped problems")
+        return [grouped_peer(one.name, import_as(one.folder, one.alias, OWN_NAME))]
+
+    return made_for_each(asked, make)
 
 
 def grouped_peer(name: str, module: ModuleType) -> GroupedPeer:
@@ -235,7 +219,7 @@ def grouped_peer(name: str, module: ModuleType) -> GroupedPeer:
     """
     found: dict[str, Function] = {}
     bf16: dict[str, Function] = {}
-    details: dict[str, Any] = {"version": str(getattr(module, "__version__", "unknown"))}
+    details: dict[str, Any] = {"version": version_of(module)}
     for kind, calls in CALLS.items():
         for call, options in calls.items():
             function = getattr(module, call, None)
@@ -251,8 +235,7 @@ def grouped_peer(name: str, module: ModuleType) -> GroupedPeer:
     if not found and not bf16:
         names = ", ".join([call for calls in CALLS.values() for call in calls])
         raise LookupError(f"the package in {module.__file__} has none of {names}")
-    if callable(pdl := getattr(module, "set_pdl", None)):
-        pdl(False)  # a launch must not begin inside the flush before it
+    forbid_overlap(module)
     return GroupedPeer(name, found, details, bf16_functions=bf16)
 
 

@@ -117,11 +117,18 @@ def providers_against(
     Of torch's there are those for `recipes`. With `row_major` each that takes A's scales comes a
     second time, from row-major ones.
     """
+    return made_for_each(asked, lambda one: _providers(one, row_major, recipes))
+
+
+def made_for_each(
+    asked: Sequence[Against], make: Callable[[Against], list[Provider]]
+) -> tuple[list[Provider], dict[str, str]]:
+    """What `make` gives for each peer, and the reason for each where it raises."""
     found: list[Provider] = []
     missing: dict[str, str] = {}
     for one in asked:
         try:
-            found += _providers(one, row_major, recipes)
+            found += make(one)
         # A package's own import may fail in any way, down to a loader's complaint.
         except (Exception, SystemExit) as error:
             missing[one.name] = str(error) if isinstance(error, KgenError) else words(error)
@@ -155,9 +162,8 @@ def package_peer(name: str, module: ModuleType) -> FunctionPeer:
     if not there:
         names = ", ".join((*CALLS, BF16_CALL))
         raise LookupError(f"the package in {module.__file__} has none of {names}")
-    if callable(pdl := getattr(module, "set_pdl", None)):
-        pdl(False)  # a launch must not begin inside the flush before it
-    details = {"call": there[0], "version": str(getattr(module, "__version__", "unknown"))}
+    forbid_overlap(module)
+    details = {"call": there[0], "version": version_of(module)}
     function, bf16 = None, None
     if there[0] in CALLS:
         function = CALLS[there[0]](getattr(module, there[0]))
@@ -165,6 +171,17 @@ def package_peer(name: str, module: ModuleType) -> FunctionPeer:
         bf16 = _without_scales(getattr(module, BF16_CALL))
         details["call_bf16"] = BF16_CALL
     return FunctionPeer(name, function, details=details, bf16=bf16)
+
+
+def forbid_overlap(module: ModuleType) -> None:
+    """From now on no launch of the package's begins before the one before it has ended."""
+    if callable(pdl := getattr(module, "set_pdl", None)):
+        pdl(False)  # a launch must not begin inside the flush before it
+
+
+def version_of(module: ModuleType) -> str:
+    """What the package says of itself."""
+    return str(getattr(module, "__version__", "unknown"))
 
 
 def _scales_as_they_are(function: Callable[..., object]) -> Launch:

@@ -16,7 +16,8 @@ from kgen.cases import Case
 from kgen.errors import LaunchError
 from kgen.measure import Call
 from kgen.runtime.dispatch import Dispatcher
-from kgen.runtime.kernel import current_stream
+from kgen.runtime.kernel import Launch, current_stream
+from kgen.runtime.lookup import Choice
 from kgen.verify import Verified, verify, verify_peer
 
 #: Of BF16 products cuBLAS may round the partial sums of a split K to BF16 before it adds them.
@@ -80,18 +81,28 @@ class Kgen:
         d = torch.empty(m, n, dtype=case.d_dtype, device=case.device)
         tensors = (*case.inputs(m, self._row_major), d, *case.bias)
         prepared = kernel.prepare(*tensors, num_sms=num_sms)
-        ordinal = self._dispatcher.ordinal
+        return kgen_ready(verified, prepared, tensors, choice, self._dispatcher.ordinal)
 
-        def call() -> None:
-            _ = tensors  # a launch holds addresses only: the memory must live as long as the call
-            prepared.run(current_stream(ordinal))
 
-        details = {
-            "config": choice.config.to_dict(),
-            "short": str(choice.config),
-            "origin": choice.origin,
-        }
-        return Ready(verified, call, details)
+def kgen_ready(
+    verified: Verified,
+    prepared: Launch,
+    tensors: tuple[torch.Tensor, ...],
+    choice: Choice,
+    ordinal: int,
+) -> Ready:
+    """A launch of kgen's own, on the current stream of `cuda:ordinal`; `tensors`: its memory."""
+
+    def call() -> None:
+        _ = tensors  # a launch holds addresses only: the memory must live as long as the call
+        prepared.run(current_stream(ordinal))
+
+    details = {
+        "config": choice.config.to_dict(),
+        "short": str(choice.config),
+        "origin": choice.origin,
+    }
+    return Ready(verified, call, details)
 
 
 class TorchBlockwise:

@@ -16,13 +16,12 @@ import torch
 
 from kgen.bench.against import Against
 from kgen.bench.package import import_as
-from kgen.bench.peers import OWN_NAME, words
-from kgen.bench.providers import Provider, Ready
+from kgen.bench.peers import OWN_NAME, forbid_overlap, made_for_each, version_of, words
+from kgen.bench.providers import Provider, Ready, kgen_ready
 from kgen.bench.summary import KGEN
 from kgen.cases import Case, column_major
-from kgen.errors import KgenError, LaunchError
+from kgen.errors import KgenError, LaunchError, UsageError
 from kgen.runtime.dispatch import Dispatcher
-from kgen.runtime.kernel import current_stream
 from kgen.runtime.wgrad_kernel import KGroupedKernel, WgradKernel
 from kgen.verify import MAX_ERROR, Verified, verify_peer
 from kgen.wgrad_cases import KGroupedCase, accumulating
@@ -64,18 +63,7 @@ class WgradKgen:
             verified = verify_wgrad(launch, case, any_nk=choice.config.baked_dims == "none")
             tensors = (*case.inputs(problem.m), _zeros(case))
             prepared = kernel.prepare(*tensors, num_sms=num_sms)
-        ordinal = self._dispatcher.ordinal
-
-        def call() -> None:
-            _ = tensors  # a launch holds addresses only: the memory must live as long as the call
-            prepared.run(current_stream(ordinal))
-
-        details = {
-            "config": choice.config.to_dict(),
-            "short": str(choice.config),
-            "origin": choice.origin,
-        }
-        return Ready(verified, call, details)
+        return kgen_ready(verified, prepared, tensors, choice, self._dispatcher.ordinal)
 
 
 class TorchVector:
@@ -197,20 +185,15 @@ def _zeros(case: Case) -> torch.Tensor:
 
 def wgrad_against(asked: Sequence[Against]) -> tuple[list[Provider], dict[str, str]]:
     """Providers for what can be had, and the reason for each peer that can not."""
-    found: list[Provider] = []
-    missing: dict[str, str] = {}
-    for one in asked:
-        try:
-            if one.name == "torch":
-                found.append(TorchVector())
-            elif one.folder is None:
-                missing[one.name] = "has no kernel for weight gradients"
-            else:
-                found.append(wgrad_peer(one.name, import_as(one.folder, one.alias, OWN_NAME)))
-        # A package's own import may fail in any way, down to a loader's complaint.
-        except (Exception, SystemExit) as error:
-            missing[one.name] = str(error) if isinstance(error, KgenError) else words(error)
-    return found, missing
+
+    def make(one: Against) -> list[Provider]:
+        if one.name == "torch":
+            return [TorchVector()]
+        if one.folder is None:
+            raise UsageError("has no kernel for weight gradients")
+        return [wgrad_peer(one.name, import_as(one.folder, one.alias, OWN_NAME))]
+
+    return made_for_each(asked, make)
 
 
 def wgrad_peer(name: str, module: ModuleType) -> WgradPeer:
@@ -219,7 +202,7 @@ def wgrad_peer(name: str, module: ModuleType) -> WgradPeer:
     Raises LookupError that names what was looked for.
     """
     found: dict[str, Callable[..., object]] = {}
-    details: dict[str, Any] = {"version": str(getattr(module, "__version__", "unknown"))}
+    details: dict[str, Any] = {"version": version_of(module)}
     for kind, calls in CALLS.items():
         for call, adapt in calls.items():
             function = getattr(module, call, None)
@@ -230,8 +213,7 @@ def wgrad_peer(name: str, module: ModuleType) -> WgradPeer:
     if not found:
         names = ", ".join(call for calls in CALLS.values() for call in calls)
         raise LookupError(f"the package in {module.__file__} has none of {names}")
-    if callable(pdl := getattr(module, "set_pdl", None)):
-        pdl(False)  # a launch must not begin inside the flush before it
+    forbid_overlap(module)
     return WgradPeer(name, found, details)
 
 
