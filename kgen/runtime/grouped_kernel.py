@@ -44,6 +44,8 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 class GroupedKernel(Kernel):
     """A cubin of a grouped kind, loaded on one device, for every M and number of groups."""
 
+    args_bytes: ClassVar[int] = GROUPED_ARGS_BYTES
+
     def prepare_grouped(
         self, tensors: Tensors, *, by_index: bool = False, num_sms: int = 0
     ) -> Launch:
@@ -59,7 +61,7 @@ class GroupedKernel(Kernel):
         """
         a, sfa, b, sfb, d, layout = tensors
         self._check(tensors, by_index)
-        args = AlignedBuffer(GROUPED_ARGS_BYTES)
+        args = AlignedBuffer(self.args_bytes)
         groups, m = b.shape[0], a.shape[-2]
         if not groups or not m:
             return Launch(self, args, 0)

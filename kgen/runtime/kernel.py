@@ -266,6 +266,8 @@ class Kernel:
 
     #: The kind of problem; kernels of grouped kinds are made in `kgen.runtime.grouped_kernel`.
     kind: ClassVar[str] = "dense"
+    #: Bytes of the kernel's one argument.
+    args_bytes: ClassVar[int] = ARGS_BYTES
 
     def __init__(
         self,
@@ -334,13 +336,16 @@ class Kernel:
         Shapes and dtypes as in `operands`; a, b and d with 16-byte aligned addresses and pitches.
         Raises UnsupportedInput for tensors the kernel can not take as they are.
         """
-        args = AlignedBuffer(ARGS_BYTES)
-        o = operands((a, sfa, b, sfb, d), self.problem, bias)
+        args = AlignedBuffer(self.args_bytes)
+        o = self._operands((a, sfa, b, sfb, d), bias)
         if o.a.rows == 0:
             return Launch(self, args, 0)
         problem = replace(self.problem, m=o.a.rows, n=o.d.cols, k=a.shape[1], num_sms=num_sms)
         o.pack_into(args, self.resources, self.problem.d_dtype)
         return Launch(self, args, grid_size(problem, self.config, self.device))
+
+    def _operands(self, tensors: tuple[torch.Tensor, ...], bias: torch.Tensor | None) -> Operands:
+        return operands(tensors, self.problem, bias)
 
     def __call__(  # noqa: PLR0917, five tensors in the kernel's order
         self,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import ClassVar, Final
 
@@ -68,40 +67,26 @@ class WgradOperands(Operands):
 
 
 class WgradKernel(Kernel):
-    """A cubin of kind wgrad, for every M, N and K."""
+    """A cubin of kind wgrad, for every M, N and K.
+
+    `prepare` takes a [M, K], sfa [M, ceil(K/128)], b [N, K], d [M, N] FP32; sfb [N, ceil(K/128)]
+    under recipe "vector", [ceil(N/128), ceil(K/128)] under "block"; N a multiple of 8.
+    """
 
     kind: ClassVar[str] = "wgrad"
+    args_bytes: ClassVar[int] = WGRAD_ARGS_BYTES
 
-    def prepare(  # noqa: PLR0917, five tensors in the kernel's order
-        self,
-        a: torch.Tensor,
-        sfa: torch.Tensor,
-        b: torch.Tensor,
-        sfb: torch.Tensor,
-        d: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        num_sms: int = 0,
-    ) -> Launch:
-        """Pack the arguments for these tensors, on at most `num_sms` SMs (0: all).
-
-        a [M, K], sfa [M, ceil(K/128)], b [N, K], d [M, N] FP32; sfb [N, ceil(K/128)] under recipe
-        "vector", [ceil(N/128), ceil(K/128)] under "block"; N a multiple of 8; a, b and d with
-        16-byte aligned addresses and pitches. Raises UnsupportedInput for other tensors.
-        """
-        args = AlignedBuffer(WGRAD_ARGS_BYTES)
-        o = _operands((a, sfa, b, sfb, d), self.problem, bias)
-        if o.a.rows == 0:
-            return Launch(self, args, 0)
-        o.pack_into(args, self.resources, self.problem.d_dtype)
-        problem = replace(self.problem, m=o.a.rows, n=o.d.cols, k=o.a.cols, num_sms=num_sms)
-        return Launch(self, args, grid_size(problem, self.config, self.device))
+    def _operands(
+        self, tensors: tuple[torch.Tensor, ...], bias: torch.Tensor | None
+    ) -> WgradOperands:
+        return _operands(tensors, self.problem, bias)
 
 
 class KGroupedKernel(Kernel):
     """A cubin of kind k_grouped, for every M, N, number of groups and columns of each."""
 
     kind: ClassVar[str] = "k_grouped"
+    args_bytes: ClassVar[int] = WGRAD_ARGS_BYTES
 
     def prepare_k_grouped(
         self, tensors: Tensors, ks: Ks, *, num_sms: int = 0, flat: bool = False
@@ -113,7 +98,7 @@ class KGroupedKernel(Kernel):
         has no influence. `ks`: G multiples of 128, numbers, or an int32 tensor [G] on the device,
         which is read by the kernel alone. With `flat`, for numbers only, a and b have one
         dimension: each group's [M, ks[g]], and [N, ks[g]], one after another; the scales are as
-        before. Addresses and pitches as in `WgradKernel.prepare`. Raises UnsupportedInput for
+        before. Addresses and pitches as in `Kernel.prepare`. Raises UnsupportedInput for
         other tensors, LaunchError while a CUDA graph is captured for `flat`, whose tensor maps are
         copied to the device here, and for more than 128 numbers.
         """
@@ -123,7 +108,7 @@ class KGroupedKernel(Kernel):
             raise UnsupportedInput(
                 f"d is {list(d.shape)}: expected [{groups}, M, N] for {groups} ks"
             )
-        args = AlignedBuffer(WGRAD_ARGS_BYTES)
+        args = AlignedBuffer(self.args_bytes)
         if not d.shape[0] or not d.shape[1]:
             return Launch(self, args, 0)
         kept, maps_at, ks_at, own = [], 0, 0, [0] * MAX_OWN_KS
