@@ -6,14 +6,13 @@ stays as it is, so that a prepared call pays nothing. Must not import cache, bui
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from kgen.problem import GemmProblem
-from kgen.runtime.grouped_kernel import GroupedKernel
 from kgen.runtime.kernel import Kernel, Launch
+from kgen.runtime.kernels import KERNELS
 from kgen.runtime.operands import Sizes
 from kgen.runtime.record import RECORDER
-from kgen.runtime.wgrad_kernel import KGroupedKernel, WgradKernel
 
 
 class CountedLaunch(Launch):
@@ -33,53 +32,20 @@ class CountedLaunch(Launch):
         super().run(stream)
 
 
-class CountedKernel(Kernel):
-    """A kernel whose launches count their runs; it shares everything with the one it is made of."""
+class _Counting(Kernel):
+    """Mixed into a class of kernels: their launches count their runs."""
 
-    def __init__(self, kernel: Kernel, cell: list[int]) -> None:
-        vars(self).update(vars(kernel))
-        self._cell = cell
+    _cell: list[int]
 
-    def prepare(self, *tensors: Any, **options: Any) -> Launch:
-        """As in Kernel."""
-        return CountedLaunch(super().prepare(*tensors, **options), self._cell)
+    def _launch(self, *args: Any) -> Launch:
+        return CountedLaunch(super()._launch(*args), self._cell)
 
 
-class CountedGroupedKernel(GroupedKernel):
-    """The same of a grouped kind."""
-
-    def __init__(self, kernel: GroupedKernel, cell: list[int]) -> None:
-        vars(self).update(vars(kernel))
-        self.kind = kernel.kind  # type: ignore[misc]  # of this object, not of the class
-        self._cell = cell
-
-    def prepare_grouped(self, *args: Any, **options: Any) -> Launch:
-        """As in GroupedKernel."""
-        return CountedLaunch(super().prepare_grouped(*args, **options), self._cell)
-
-
-class CountedWgradKernel(WgradKernel):
-    """The same of kind wgrad."""
-
-    def __init__(self, kernel: WgradKernel, cell: list[int]) -> None:
-        vars(self).update(vars(kernel))
-        self._cell = cell
-
-    def prepare(self, *tensors: Any, **options: Any) -> Launch:
-        """As in WgradKernel."""
-        return CountedLaunch(super().prepare(*tensors, **options), self._cell)
-
-
-class CountedKGroupedKernel(KGroupedKernel):
-    """The same of kind k_grouped."""
-
-    def __init__(self, kernel: KGroupedKernel, cell: list[int]) -> None:
-        vars(self).update(vars(kernel))
-        self._cell = cell
-
-    def prepare_k_grouped(self, *args: Any, **options: Any) -> Launch:
-        """As in KGroupedKernel."""
-        return CountedLaunch(super().prepare_k_grouped(*args, **options), self._cell)
+#: By kind of problem, as KERNELS.
+_COUNTING: Final[dict[str, type[_Counting]]] = {
+    kind: type(f"Counting{kernel.__name__}", (_Counting, kernel), {})
+    for kind, kernel in KERNELS.items()
+}
 
 
 def counted(kernel: Kernel, problem: GemmProblem, guessed: bool) -> Kernel:
@@ -90,13 +56,10 @@ def counted(kernel: Kernel, problem: GemmProblem, guessed: bool) -> Kernel:
     cell = RECORDER.cell(problem, guessed)
     if cell is None:
         return kernel
-    if isinstance(kernel, GroupedKernel):
-        return CountedGroupedKernel(kernel, cell)
-    if isinstance(kernel, KGroupedKernel):
-        return CountedKGroupedKernel(kernel, cell)
-    if isinstance(kernel, WgradKernel):
-        return CountedWgradKernel(kernel, cell)
-    return CountedKernel(kernel, cell)
+    counting = _COUNTING[kernel.kind]
+    made = counting.__new__(counting)
+    vars(made).update(vars(kernel), _cell=cell)  # it shares everything with the one it is made of
+    return made
 
 
 def count_reference(sizes: Sizes, num_sms: int, batch_invariant: bool = False) -> None:

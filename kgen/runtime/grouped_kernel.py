@@ -64,7 +64,7 @@ class GroupedKernel(Kernel):
         args = AlignedBuffer(self.args_bytes)
         groups, m = b.shape[0], a.shape[-2]
         if not groups or not m:
-            return Launch(self, args, 0)
+            return self._launch(args, 0)
         direct = self.problem.recipe == "none" or _is_direct(sfa)
         for offset, tensor_map in self._maps(tensors, direct).items():
             tensor_map.encode_into(args.address + offset)
@@ -78,7 +78,7 @@ class GroupedKernel(Kernel):
         n, k = d.shape[-1], a.shape[-1]
         problem = replace(self.problem, m=m, n=n, k=k, groups=groups, num_sms=num_sms)
         m_blocks = most_blocks(problem, self.config, by_index)
-        return Launch(self, args, grid_of(m_blocks, problem, self.config, self.device))
+        return self._launch(args, grid_of(m_blocks, problem, self.config, self.device))
 
     def run_grouped(self, tensors: Tensors, *, by_index: bool = False, num_sms: int = 0) -> None:
         """Prepare and run on the current stream of the kernel's device."""

@@ -339,10 +339,16 @@ class Kernel:
         args = AlignedBuffer(self.args_bytes)
         o = self._operands((a, sfa, b, sfb, d), bias)
         if o.a.rows == 0:
-            return Launch(self, args, 0)
+            return self._launch(args, 0)
         problem = replace(self.problem, m=o.a.rows, n=o.d.cols, k=a.shape[1], num_sms=num_sms)
         o.pack_into(args, self.resources, self.problem.d_dtype)
-        return Launch(self, args, grid_size(problem, self.config, self.device))
+        return self._launch(args, grid_size(problem, self.config, self.device))
+
+    def _launch(
+        self, args: AlignedBuffer, grid: int, kept: tuple[torch.Tensor, ...] = ()
+    ) -> Launch:
+        """What every way to prepare ends with."""
+        return Launch(self, args, grid, kept)
 
     def _operands(self, tensors: tuple[torch.Tensor, ...], bias: torch.Tensor | None) -> Operands:
         return operands(tensors, self.problem, bias)

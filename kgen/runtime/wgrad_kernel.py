@@ -110,7 +110,7 @@ class KGroupedKernel(Kernel):
             )
         args = AlignedBuffer(self.args_bytes)
         if not d.shape[0] or not d.shape[1]:
-            return Launch(self, args, 0)
+            return self._launch(args, 0)
         kept, maps_at, ks_at, own = [], 0, 0, [0] * MAX_OWN_KS
         if flat:
             if isinstance(ks, torch.Tensor):
@@ -138,7 +138,7 @@ class KGroupedKernel(Kernel):
         problem = GemmProblem.of(
             self.kind, m, n, max(o.a.cols, SCALE_BLOCK), groups=groups, num_sms=num_sms
         )
-        return Launch(self, args, grid_size(problem, self.config, self.device), tuple(kept))
+        return self._launch(args, grid_size(problem, self.config, self.device), tuple(kept))
 
     def run_k_grouped(
         self, tensors: Tensors, ks: Ks, *, num_sms: int = 0, flat: bool = False
