@@ -24,6 +24,7 @@ from kgen.problem import (
 )
 from kgen.quant import E4M3
 from kgen.reference import D_DTYPE_NAMES
+from kgen.runtime.operands import check_devices
 
 #: By layout: what the tensor's values have to be.
 LAYOUTS = ("m_indices", "m_offsets", "masked_m")
@@ -130,12 +131,7 @@ def check(x: GroupedInputs) -> None:
             expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in wanted)
             raise UnsupportedInput(f"{name} is {_describe(tensor)}: expected {expected}")
     _check_shapes(x)
-    devices = {name: tensor.device for name, tensor in x.named()}
-    if len(set(devices.values())) > 1:
-        given = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise UnsupportedInput(f"{given}: expected all tensors on one device")
-    if x.a.device.type not in ("cpu", "cuda"):
-        raise UnsupportedInput(f"tensors on {x.a.device}: expected a CPU or CUDA device")
+    check_devices(x.named())
     _check_strides(x)
 
 

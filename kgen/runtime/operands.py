@@ -7,7 +7,7 @@ build or search.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -146,7 +146,7 @@ def check(x: Inputs) -> Sizes:
             raise UnsupportedInput(f"{name} is {_describe(tensor)}: expected two dimensions")
     _check_dtypes(x)
     sizes = _check_shapes(x)
-    _check_devices(x)
+    check_devices(x.named())
     _check_strides(x)
     for name, tensor in x.named():
         if name != "out" and share_memory(tensor, x.out):
@@ -301,13 +301,15 @@ def _check_scales(
     )
 
 
-def _check_devices(x: Inputs) -> None:
-    devices = {name: tensor.device for name, tensor in x.named()}
+def check_devices(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises UnsupportedInput unless all tensors are on one device, a CPU or CUDA."""
+    devices = {name: tensor.device for name, tensor in named}
     if len(set(devices.values())) > 1:
         given = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise UnsupportedInput(f"{given}: expected all tensors on one device")
-    if x.a.device.type not in ("cpu", "cuda"):
-        raise UnsupportedInput(f"tensors on {x.a.device}: expected a CPU or CUDA device")
+    for device in devices.values():
+        if device.type not in ("cpu", "cuda"):
+            raise UnsupportedInput(f"tensors on {device}: expected a CPU or CUDA device")
 
 
 def _check_strides(x: Inputs) -> None:

@@ -22,7 +22,7 @@ from kgen.problem import (
     round_up,
 )
 from kgen.reference import FP8_DTYPES, OPERAND_DTYPE_NAMES
-from kgen.runtime.operands import share_memory
+from kgen.runtime.operands import check_devices, share_memory
 
 #: What makes operands that are summed over their rows, such as tokens.
 _CAST: Final = 'kgen.runtime.casts.cast_to_fp8(x, "token", direction="transposed")'
@@ -139,12 +139,7 @@ def check(x: WgradInputs) -> None:
             raise UnsupportedInput(f"{name} is {kind}: expected plain memory (torch.strided)")
     _check_types(x)
     _check_shapes(x)
-    devices = {name: tensor.device for name, tensor in x.named()}
-    if len(set(devices.values())) > 1:
-        given = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise UnsupportedInput(f"{given}: expected all tensors on one device")
-    if x.a.device.type not in ("cpu", "cuda"):
-        raise UnsupportedInput(f"tensors on {x.a.device}: expected a CPU or CUDA device")
+    check_devices(x.named())
     _check_strides(x)
 
 
