@@ -33,6 +33,7 @@ from kgen.runtime.plain import KERNELS, Spec
 from kgen.runtime.routing import (
     PaddedGroups,
     Routing,
+    check_vector,
     pad_groups,
     route_tokens,
     weights_of_rows,
@@ -66,7 +67,7 @@ def gather_rows(x: torch.Tensor, source_rows: torch.Tensor) -> torch.Tensor:
     Zeros where an index is outside 0 to M - 1, such as -1. Raises UnsupportedInput.
     """
     _check_matrix("x", x)
-    _check_rows(x, source_rows)
+    check_vector("source_rows", source_rows, x.device)
     ops.refuse_gradient("gather_rows", (x,))
     if ops.is_traced(x, source_rows):
         gathered: torch.Tensor = torch.ops.kgen.gather_rows(x, source_rows)
@@ -99,7 +100,7 @@ def gather_scaled_rows(
         raise UnsupportedInput(
             f"scales are {given}: expected float32[{values.shape[0]}, blocks] on {values.device}"
         )
-    _check_rows(values, source_rows)
+    check_vector("source_rows", source_rows, values.device)
     ops.refuse_gradient("gather_scaled_rows", (values, scales))
     if ops.is_traced(values, scales, source_rows):
         made: Pair = torch.ops.kgen.gather_scaled_rows(
@@ -129,7 +130,7 @@ def gather_per_token_cast_to_fp8(
     not have, and other choices as in `casts.swiglu_per_token_cast_to_fp8`. Raises UnsupportedInput.
     """
     CastOptions(pow2_scales=pow2_scales, dtype=dtype).check(x)
-    _check_rows(x, source_rows)
+    check_vector("source_rows", source_rows, x.device)
     ops.refuse_gradient("gather_per_token_cast_to_fp8", (x,))
     if transposed and out is not None:
         raise UnsupportedInput("out is given with transposed=True: expected one of the two")
@@ -327,16 +328,6 @@ def _check_matrix(name: str, x: Any) -> None:
 
 def _describe(x: torch.Tensor) -> str:
     return f"{x.dtype}{list(x.shape)}"
-
-
-def _check_rows(x: torch.Tensor, source_rows: Any) -> None:
-    if not isinstance(source_rows, torch.Tensor):
-        raise UnsupportedInput(f"source_rows is a {type(source_rows).__name__}: expected a tensor")
-    if source_rows.dtype != torch.int32 or source_rows.dim() != 1 or source_rows.device != x.device:
-        raise UnsupportedInput(
-            f"source_rows is {source_rows.dtype}{list(source_rows.shape)} on {source_rows.device}: "
-            f"expected torch.int32 with one dimension on {x.device}"
-        )
 
 
 def _check_combine(

@@ -239,18 +239,22 @@ def _check_ids(topk_ids: Any, num_experts: int, alignment: int) -> None:
         )
 
 
+def check_vector(name: str, vector: Any, device: torch.device | None = None) -> None:
+    """Raises UnsupportedInput for anything but an int32 tensor [any], on `device` if given."""
+    if not isinstance(vector, torch.Tensor):
+        raise UnsupportedInput(f"{name} is a {type(vector).__name__}: expected a torch.Tensor")
+    device = device or vector.device
+    if vector.dtype != torch.int32 or vector.dim() != 1 or vector.device != device:
+        raise UnsupportedInput(
+            f"{name} is {vector.dtype}{list(vector.shape)} on {vector.device}: expected "
+            f"torch.int32 with one dimension on {device}"
+        )
+
+
 def _check_groups(m_offsets: Any, num_rows: Any, alignment: Any, source_rows: Any) -> None:
-    named: list[tuple[str, Any]] = [("m_offsets", m_offsets)]
+    check_vector("m_offsets", m_offsets)
     if source_rows is not None:
-        named.append(("source_rows", source_rows))
-    for name, tensor in named:
-        if not isinstance(tensor, torch.Tensor):
-            raise UnsupportedInput(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
-        if tensor.dtype != torch.int32 or tensor.dim() != 1 or tensor.device != m_offsets.device:
-            raise UnsupportedInput(
-                f"{name} is {tensor.dtype}{list(tensor.shape)} on {tensor.device}: expected "
-                f"torch.int32 with one dimension on {m_offsets.device}"
-            )
+        check_vector("source_rows", source_rows, m_offsets.device)
     groups = m_offsets.shape[0] - 1
     if not 0 <= groups <= MAX_EXPERTS:
         raise UnsupportedInput(
