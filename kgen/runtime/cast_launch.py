@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -281,6 +281,20 @@ def _tile_spec(  # noqa: PLR0917
     variables = dict(locals())
     variables["normal_scale"], variables["transposed_scale"] = variables.pop("kinds")
     return Spec("casts/tile.cu.j2", "kgen_cast_tile", 256, variables)
+
+
+def element_variables(
+    in_type: str, result_type: str, vector: bool, weighted: bool
+) -> dict[str, Any]:
+    """Variables of a kernel that works on elements as casts do, and itself casts nothing."""
+    return {
+        "in_type": in_type,
+        "result_type": result_type,
+        "vector": vector,
+        "weighted": weighted,
+        "out_type": "e4m3",  # of the elements' common code
+        "pow2_scales": False,
+    }
 
 
 # ------------------------------------------------------------------------------- tensors

@@ -21,6 +21,7 @@ from kgen.quant import E4M3, INPUT_DTYPES
 from kgen.reference import D_DTYPE_NAMES
 from kgen.runtime import moe_ops, ops
 from kgen.runtime.cast_launch import (
+    element_variables,
     is_vectorised,
     launch_cast,
     launch_rows,
@@ -274,14 +275,7 @@ def _gather_spec(vector_bytes: int, scaled: bool) -> Spec:
 
 @cache
 def _combine_spec(in_type: str, result_type: str, vector: bool, weighted: bool) -> Spec:
-    variables = {
-        "in_type": in_type,
-        "result_type": result_type,
-        "vector": vector,
-        "weighted": weighted,
-        "out_type": "e4m3",  # of the elements' common code; nothing is cast here
-        "pow2_scales": False,
-    }
+    variables = element_variables(in_type, result_type, vector, weighted)
     return Spec("moe/combine.cu.j2", "kgen_combine", _COMBINE_THREADS, variables)
 
 

@@ -22,6 +22,7 @@ from kgen.reference import D_DTYPE_NAMES
 from kgen.runtime import moe_ops, ops
 from kgen.runtime.cast_launch import (
     MAX_GROUPS,
+    element_variables,
     is_vectorised,
     launch_rows,
     with_adjacent_columns,
@@ -221,14 +222,7 @@ def _run_backward(
 
 @cache
 def _spec(in_type: str, vector: bool, weighted: bool) -> Spec:
-    variables = {
-        "in_type": in_type,
-        "result_type": in_type,
-        "vector": vector,
-        "weighted": weighted,
-        "out_type": "e4m3",  # of the elements' common code; nothing is cast here
-        "pow2_scales": False,
-    }
+    variables = element_variables(in_type, in_type, vector, weighted)
     return Spec("casts/swiglu_backward.cu.j2", "kgen_swiglu_backward", _ROWS * 32, variables)
 
 
