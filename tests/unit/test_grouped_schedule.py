@@ -111,6 +111,9 @@ def finder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "kRasterGroup": group,
         "kQueueOffset": 0,
         "kQueueSlots": 4,
+        "kQueueTileBytes": 16,
+        "kQueueFullOffset": 0,
+        "kQueueReadOffset": 0,
     }
     scheduler = (INCLUDE / "scheduler_grouped.cuh").read_text()
     put = r'std::printf("%u %u %u %u\n", m0, n0, group, m_end);'
@@ -126,6 +129,7 @@ def finder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "constexpr u64 kEvictFirst = 0;",
         "inline void mbarrier_wait(u32, u32) {}",
         "inline void mbarrier_arrive(u32) {}",
+        (INCLUDE / "ring.cuh").read_text(),
         scheduler,
         _MAIN,
     ]

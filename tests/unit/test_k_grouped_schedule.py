@@ -132,6 +132,9 @@ def finder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "kRasterGroup": group,
         "kQueueOffset": 0,
         "kQueueSlots": 4,
+        "kQueueTileBytes": 32,
+        "kQueueFullOffset": 0,
+        "kQueueReadOffset": 0,
     }
     scheduler = (INCLUDE / "scheduler_k_grouped.cuh").read_text()
     names = ", ".join(f"work.{name}" for name in ("m0", "n0", "group", "k_begin", "k_end"))
@@ -151,6 +154,7 @@ def finder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "inline void mbarrier_arrive(u32) {}",
         _SHUFFLE_XOR,
         gradient[: gradient.index("// A box of FP32")],
+        (INCLUDE / "ring.cuh").read_text(),
         scheduler,
         _MAIN,
     ]

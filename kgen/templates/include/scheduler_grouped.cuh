@@ -69,6 +69,16 @@ struct Work {
 
     // Whether every row of the tile is stored.
     __device__ __forceinline__ bool is_whole() const { return m_end >= m0 + kBlockM; }
+
+    // From a slot of the queue, {m0, n0, group, m_end}.
+    __device__ __forceinline__ void load(u32 slot, u32 k_blocks) {
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(m0), "=r"(n0), "=r"(group), "=r"(m_end)
+                     : "r"(slot)
+                     : "memory");
+        k_begin = 0;
+        k_end = k_blocks;
+    }
 };
 constexpr u32 kAskRows = 0, kNoGroup = 0xffffffff;
 
@@ -79,53 +89,6 @@ __device__ __forceinline__ const float* sfa_of(const GemmArgs& args, const Work&
 __device__ __forceinline__ const float* sfb_of(const GemmArgs& args, const Work& work) {
     return args.sfb + work.group * grouped(args).sfb_stride_g;
 }
-
-// Tiles on their way from the warp that finds them to all who load and compute them: {m0, n0, group, m_end} in
-// slots of 16 bytes, then for each slot a barrier that it is full and one that all have read it.
-constexpr u32 kQueueFullOffset = kQueueOffset + kQueueSlots * 16;
-constexpr u32 kQueueReadOffset = kQueueFullOffset + kQueueSlots * 8;
-
-struct QueueSlot {
-    u32 index = 0, parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++index == kQueueSlots) {
-            index = 0;
-            parity ^= 1;
-        }
-    }
-};
-
-// A reader: a thread, or a whole warp that arrives as one.
-template <bool kIsWarp>
-struct TileQueue {
-    const u32 smem, k_blocks;
-    QueueSlot slot;
-
-    __device__ __forceinline__ TileQueue(const Extent& extent, u32 smem) : smem(smem), k_blocks(extent.k_blocks) {}
-
-    // The next piece of work; false when none is left.
-    __device__ __forceinline__ bool next(Work& work) {
-        mbarrier_wait(smem + kQueueFullOffset + slot.index * 8, slot.parity);
-        const u32 read = smem + kQueueReadOffset + slot.index * 8;
-        const bool is_left = peek(work);
-        if (kIsWarp) __syncwarp();
-        if (!kIsWarp || threadIdx.x % 32 == 0) mbarrier_arrive(read);
-        return is_left;
-    }
-
-    // The same for the warp that put it there.
-    __device__ __forceinline__ bool peek(Work& work) {
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(work.m0), "=r"(work.n0), "=r"(work.group), "=r"(work.m_end)
-                     : "r"(smem + kQueueOffset + slot.index * 16)
-                     : "memory");
-        slot.advance();
-        work.k_begin = 0;
-        work.k_end = k_blocks;
-        return work.group != kNoGroup;
-    }
-};
 
 // Row counts of 32 * kWindows groups at a time, a lane for each of kWindows groups, and the running sum
 // of their blocks along M.
@@ -204,7 +167,7 @@ struct TileFinder {
     const GroupedArgs& args;
     const u32 smem, n_clusters, rank, lane;
     GroupWalk groups;
-    QueueSlot slot;
+    Ring<kQueueSlots> slot;
     u32 tile;
     bool is_done = false;
 
@@ -228,7 +191,7 @@ struct TileFinder {
     __device__ __forceinline__ void put(u32 m0, u32 n0, u32 group, u32 m_end) {
         mbarrier_wait(smem + kQueueReadOffset + slot.index * 8, slot.parity ^ 1);
         if (lane == 0) {
-            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(smem + kQueueOffset + slot.index * 16),
+            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(smem + kQueueOffset + slot.index * kQueueTileBytes),
                          "r"(m0), "r"(n0), "r"(group), "r"(m_end)
                          : "memory");
             mbarrier_arrive(smem + kQueueFullOffset + slot.index * 8);

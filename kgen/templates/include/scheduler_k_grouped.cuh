@@ -18,55 +18,17 @@ struct Work {
 
     // The row that its scales of A are loaded from.
     __device__ __forceinline__ u32 sfa_m0() const { return m0; }
+
+    // From a slot of the queue, {m0, n0, group, k_begin}, {k_end, ...}.
+    __device__ __forceinline__ void load(u32 slot, u32) {
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(m0), "=r"(n0), "=r"(group), "=r"(k_begin)
+                     : "r"(slot)
+                     : "memory");
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(k_end) : "r"(slot + 16) : "memory");
+    }
 };
 constexpr u32 kNoGroup = 0xffffffff;
-
-// Tiles on their way from the warp that finds them to all who load and compute them: {m0, n0, group, k_begin},
-// {k_end, ...} in slots of 32 bytes, then for each slot a barrier that it is full and one that all have read it.
-constexpr u32 kQueueFullOffset = kQueueOffset + kQueueSlots * 32;
-constexpr u32 kQueueReadOffset = kQueueFullOffset + kQueueSlots * 8;
-
-struct QueueSlot {
-    u32 index = 0, parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++index == kQueueSlots) {
-            index = 0;
-            parity ^= 1;
-        }
-    }
-};
-
-// A reader: a thread, or a whole warp that arrives as one.
-template <bool kIsWarp>
-struct TileQueue {
-    const u32 smem;
-    QueueSlot slot;
-
-    __device__ __forceinline__ TileQueue(const Extent&, u32 smem) : smem(smem) {}
-
-    // The next piece of work; false when none is left.
-    __device__ __forceinline__ bool next(Work& work) {
-        mbarrier_wait(smem + kQueueFullOffset + slot.index * 8, slot.parity);
-        const u32 read = smem + kQueueReadOffset + slot.index * 8;
-        const bool is_left = peek(work);
-        if (kIsWarp) __syncwarp();
-        if (!kIsWarp || threadIdx.x % 32 == 0) mbarrier_arrive(read);
-        return is_left;
-    }
-
-    // The same for the warp that put it there.
-    __device__ __forceinline__ bool peek(Work& work) {
-        const u32 at = smem + kQueueOffset + slot.index * 32;
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(work.m0), "=r"(work.n0), "=r"(work.group), "=r"(work.k_begin)
-                     : "r"(at)
-                     : "memory");
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(work.k_end) : "r"(at + 16) : "memory");
-        slot.advance();
-        return work.group != kNoGroup;
-    }
-};
 
 // Groups, 32 at a time, a lane for each, those with the most K blocks first, since the last tiles decide
 // when all are done. Groups without columns have no tiles where D is added to.
@@ -140,7 +102,7 @@ struct GroupWindow {
 struct TileFinder {
     const u32 smem, m_clusters, n_clusters, rank_m, rank_n, lane;
     GroupWindow groups;
-    QueueSlot slot;
+    Ring<kQueueSlots> slot;
     u32 tile;
     bool is_done = false;
 
@@ -169,7 +131,7 @@ struct TileFinder {
     __device__ __forceinline__ void put(const Work& work) {
         mbarrier_wait(smem + kQueueReadOffset + slot.index * 8, slot.parity ^ 1);
         if (lane == 0) {
-            const u32 at = smem + kQueueOffset + slot.index * 32;
+            const u32 at = smem + kQueueOffset + slot.index * kQueueTileBytes;
             asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + 16), "r"(work.k_end) : "memory");
             asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(work.m0), "r"(work.n0),
                          "r"(work.group), "r"(work.k_begin)

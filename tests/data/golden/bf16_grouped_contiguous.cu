@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: a8708092b48bb6e4f1f2f5b861b3d5cb410105ec768b0e366793538ff282a13e
+// Body SHA-256: 076b41441140effd7b9fc933b5d6d773d1bf515b309cd5ac8d58d3d9da54db03
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -66,11 +66,14 @@ constexpr u32 kNumGroups = kBlockN / 8, kAccRegisters = kBlockN / 2;
 constexpr u32 kAStageBytes = kBlockM * kBlockK, kBStageBytes = kBlockN * kBlockK;
 constexpr u32 kBOffset = 65536, kDOffset = 172032;
 constexpr u32 kFullOffset = 225280, kEmptyOffset = kFullOffset + kNumStages * 8;
-// Behind them the queue of tiles.
 constexpr bool kMasked = false;
-constexpr u32 kQueueOffset = 225344, kQueueSlots = 4;
+// Tiles on their way from the warp that finds them to all who load and compute them: slots, then for each a
+// barrier that it is full and one that all have read it.
+constexpr u32 kQueueOffset = 225344, kQueueSlots = 4, kQueueTileBytes = 16;
+constexpr u32 kQueueFullOffset = kQueueOffset + kQueueSlots * kQueueTileBytes;
+constexpr u32 kQueueReadOffset = kQueueFullOffset + kQueueSlots * 8;
 static_assert(kEmptyOffset + kNumStages * 8 == kQueueOffset, "the queue follows");
-static_assert(kQueueOffset + kQueueSlots * 32 == 225472, "the host reserves this much");
+static_assert(kQueueReadOffset + kQueueSlots * 8 == 225472, "the host reserves this much");
 
 constexpr u32 kDBytes = 2;
 // D leaves in boxes of kDBoxRows x kDBoxColumns, rows swizzled over kDSwizzleBytes (0: plain).
@@ -313,6 +316,22 @@ __device__ __forceinline__ void store_matrix_x4(u32 address, u32 a, u32 b, u32 c
                  : "memory");
 }
 
+// A ring of slots, of pipeline stages or of the queue of tiles: which one is next and which parity its
+// barriers have.
+template <u32 kSlots>
+struct Ring {
+    u32 index = 0, parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++index == kSlots) {
+            index = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+using Stage = Ring<kNumStages>;
+
 // ---- grouped kinds: what a launch hands over beside GemmArgs, and how the tiles are found on the device.
 
 // `layout` by kind: contiguous: offsets [groups + 1] of the groups' first rows, or with `by_index` the
@@ -384,6 +403,16 @@ struct Work {
 
     // Whether every row of the tile is stored.
     __device__ __forceinline__ bool is_whole() const { return m_end >= m0 + kBlockM; }
+
+    // From a slot of the queue, {m0, n0, group, m_end}.
+    __device__ __forceinline__ void load(u32 slot, u32 k_blocks) {
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(m0), "=r"(n0), "=r"(group), "=r"(m_end)
+                     : "r"(slot)
+                     : "memory");
+        k_begin = 0;
+        k_end = k_blocks;
+    }
 };
 constexpr u32 kAskRows = 0, kNoGroup = 0xffffffff;
 
@@ -394,53 +423,6 @@ __device__ __forceinline__ const float* sfa_of(const GemmArgs& args, const Work&
 __device__ __forceinline__ const float* sfb_of(const GemmArgs& args, const Work& work) {
     return args.sfb + work.group * grouped(args).sfb_stride_g;
 }
-
-// Tiles on their way from the warp that finds them to all who load and compute them: {m0, n0, group, m_end} in
-// slots of 16 bytes, then for each slot a barrier that it is full and one that all have read it.
-constexpr u32 kQueueFullOffset = kQueueOffset + kQueueSlots * 16;
-constexpr u32 kQueueReadOffset = kQueueFullOffset + kQueueSlots * 8;
-
-struct QueueSlot {
-    u32 index = 0, parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++index == kQueueSlots) {
-            index = 0;
-            parity ^= 1;
-        }
-    }
-};
-
-// A reader: a thread, or a whole warp that arrives as one.
-template <bool kIsWarp>
-struct TileQueue {
-    const u32 smem, k_blocks;
-    QueueSlot slot;
-
-    __device__ __forceinline__ TileQueue(const Extent& extent, u32 smem) : smem(smem), k_blocks(extent.k_blocks) {}
-
-    // The next piece of work; false when none is left.
-    __device__ __forceinline__ bool next(Work& work) {
-        mbarrier_wait(smem + kQueueFullOffset + slot.index * 8, slot.parity);
-        const u32 read = smem + kQueueReadOffset + slot.index * 8;
-        const bool is_left = peek(work);
-        if (kIsWarp) __syncwarp();
-        if (!kIsWarp || threadIdx.x % 32 == 0) mbarrier_arrive(read);
-        return is_left;
-    }
-
-    // The same for the warp that put it there.
-    __device__ __forceinline__ bool peek(Work& work) {
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(work.m0), "=r"(work.n0), "=r"(work.group), "=r"(work.m_end)
-                     : "r"(smem + kQueueOffset + slot.index * 16)
-                     : "memory");
-        slot.advance();
-        work.k_begin = 0;
-        work.k_end = k_blocks;
-        return work.group != kNoGroup;
-    }
-};
 
 // Row counts of 32 * kWindows groups at a time, a lane for each of kWindows groups, and the running sum
 // of their blocks along M.
@@ -519,7 +501,7 @@ struct TileFinder {
     const GroupedArgs& args;
     const u32 smem, n_clusters, rank, lane;
     GroupWalk groups;
-    QueueSlot slot;
+    Ring<kQueueSlots> slot;
     u32 tile;
     bool is_done = false;
 
@@ -543,7 +525,7 @@ struct TileFinder {
     __device__ __forceinline__ void put(u32 m0, u32 n0, u32 group, u32 m_end) {
         mbarrier_wait(smem + kQueueReadOffset + slot.index * 8, slot.parity ^ 1);
         if (lane == 0) {
-            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(smem + kQueueOffset + slot.index * 16),
+            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(smem + kQueueOffset + slot.index * kQueueTileBytes),
                          "r"(m0), "r"(n0), "r"(group), "r"(m_end)
                          : "memory");
             mbarrier_arrive(smem + kQueueFullOffset + slot.index * 8);
@@ -601,15 +583,29 @@ struct TileFinder {
     }
 };
 
-// The ring of pipeline stages: which one is next and which parity its barriers have.
-struct Stage {
-    u32 index = 0, parity = 0;
+// A reader of the queue of tiles: a thread, or a whole warp that arrives as one.
+template <bool kIsWarp>
+struct TileQueue {
+    const u32 smem, k_blocks;
+    Ring<kQueueSlots> slot;
 
-    __device__ __forceinline__ void advance() {
-        if (++index == kNumStages) {
-            index = 0;
-            parity ^= 1;
-        }
+    __device__ __forceinline__ TileQueue(const Extent& extent, u32 smem) : smem(smem), k_blocks(extent.k_blocks) {}
+
+    // The next piece of work; false when none is left.
+    __device__ __forceinline__ bool next(Work& work) {
+        mbarrier_wait(smem + kQueueFullOffset + slot.index * 8, slot.parity);
+        const u32 read = smem + kQueueReadOffset + slot.index * 8;
+        const bool is_left = peek(work);
+        if (kIsWarp) __syncwarp();
+        if (!kIsWarp || threadIdx.x % 32 == 0) mbarrier_arrive(read);
+        return is_left;
+    }
+
+    // The same for the warp that put it there.
+    __device__ __forceinline__ bool peek(Work& work) {
+        work.load(smem + kQueueOffset + slot.index * kQueueTileBytes, k_blocks);
+        slot.advance();
+        return work.group != kNoGroup;
     }
 };
 

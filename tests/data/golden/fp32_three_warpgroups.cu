@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 02cf0ea96428feb6cfcaa0ed0bd09e58c9bc23fc50e59b4e1d99457ec98734bb
+// Body SHA-256: d4274824e1ddc5be500ba0aadf645aeb863d334f819f31607658dd66efecb372
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -314,6 +314,22 @@ __device__ __forceinline__ void store_matrix_x4(u32 address, u32 a, u32 b, u32 c
                  : "memory");
 }
 
+// A ring of slots, of pipeline stages or of the queue of tiles: which one is next and which parity its
+// barriers have.
+template <u32 kSlots>
+struct Ring {
+    u32 index = 0, parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++index == kSlots) {
+            index = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+using Stage = Ring<kNumStages>;
+
 // Sizes of a launch in blocks.
 struct Extent {
     u32 m_clusters, n_clusters, k_blocks, b_scale_rows;
@@ -374,18 +390,6 @@ struct TileScheduler {
         const u32 along = first + within % width, across = within / width;
         work.m0 = ((kRasterAlongM ? along : across) * kClusterM + rank_m) * kBlockM;
         work.n0 = ((kRasterAlongM ? across : along) * kClusterN + rank_n) * kBlockN;
-    }
-};
-
-// The ring of pipeline stages: which one is next and which parity its barriers have.
-struct Stage {
-    u32 index = 0, parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++index == kNumStages) {
-            index = 0;
-            parity ^= 1;
-        }
     }
 };
 

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 3efe6f4278bb1a6bb2c07868ecf9ec89eda1688105dd70f5d00e255758360c75
+// Body SHA-256: 289c8952fc282658d970d6c2e7add8fe1b26572681c0791578da04c8e577bbb1
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -67,11 +67,14 @@ constexpr u32 kSfaRows = 128, kSfaStageBytes = 512, kSfbStageBytes = 512;
 constexpr u32 kBOffset = 65536;
 constexpr u32 kSfaOffset = 131072, kSfbOffset = 133120;
 constexpr u32 kFullOffset = 135168, kEmptyOffset = kFullOffset + kNumStages * 8;
-// Behind them the queue of tiles.
 constexpr bool kAccumulates = false;
-constexpr u32 kQueueOffset = 135232, kQueueSlots = 4;
+// Tiles on their way from the warp that finds them to all who load and compute them: slots, then for each a
+// barrier that it is full and one that all have read it.
+constexpr u32 kQueueOffset = 135232, kQueueSlots = 4, kQueueTileBytes = 32;
+constexpr u32 kQueueFullOffset = kQueueOffset + kQueueSlots * kQueueTileBytes;
+constexpr u32 kQueueReadOffset = kQueueFullOffset + kQueueSlots * 8;
 static_assert(kEmptyOffset + kNumStages * 8 == kQueueOffset, "the queue follows");
-static_assert(kQueueOffset + kQueueSlots * 48 == 135424, "the host reserves this much");
+static_assert(kQueueReadOffset + kQueueSlots * 8 == 135424, "the host reserves this much");
 
 constexpr u32 kDBytes = 4;
 
@@ -376,6 +379,22 @@ __device__ __forceinline__ float2 load_shared_float2(u32 address) {
     return v;
 }
 
+// A ring of slots, of pipeline stages or of the queue of tiles: which one is next and which parity its
+// barriers have.
+template <u32 kSlots>
+struct Ring {
+    u32 index = 0, parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++index == kSlots) {
+            index = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+using Stage = Ring<kNumStages>;
+
 // ---- kind k_grouped: how the tiles, and the K blocks of each, are found on the device.
 
 // Sizes of a launch in blocks; `k_blocks` of all groups together.
@@ -396,55 +415,17 @@ struct Work {
 
     // The row that its scales of A are loaded from.
     __device__ __forceinline__ u32 sfa_m0() const { return m0; }
+
+    // From a slot of the queue, {m0, n0, group, k_begin}, {k_end, ...}.
+    __device__ __forceinline__ void load(u32 slot, u32) {
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(m0), "=r"(n0), "=r"(group), "=r"(k_begin)
+                     : "r"(slot)
+                     : "memory");
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(k_end) : "r"(slot + 16) : "memory");
+    }
 };
 constexpr u32 kNoGroup = 0xffffffff;
-
-// Tiles on their way from the warp that finds them to all who load and compute them: {m0, n0, group, k_begin},
-// {k_end, ...} in slots of 32 bytes, then for each slot a barrier that it is full and one that all have read it.
-constexpr u32 kQueueFullOffset = kQueueOffset + kQueueSlots * 32;
-constexpr u32 kQueueReadOffset = kQueueFullOffset + kQueueSlots * 8;
-
-struct QueueSlot {
-    u32 index = 0, parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++index == kQueueSlots) {
-            index = 0;
-            parity ^= 1;
-        }
-    }
-};
-
-// A reader: a thread, or a whole warp that arrives as one.
-template <bool kIsWarp>
-struct TileQueue {
-    const u32 smem;
-    QueueSlot slot;
-
-    __device__ __forceinline__ TileQueue(const Extent&, u32 smem) : smem(smem) {}
-
-    // The next piece of work; false when none is left.
-    __device__ __forceinline__ bool next(Work& work) {
-        mbarrier_wait(smem + kQueueFullOffset + slot.index * 8, slot.parity);
-        const u32 read = smem + kQueueReadOffset + slot.index * 8;
-        const bool is_left = peek(work);
-        if (kIsWarp) __syncwarp();
-        if (!kIsWarp || threadIdx.x % 32 == 0) mbarrier_arrive(read);
-        return is_left;
-    }
-
-    // The same for the warp that put it there.
-    __device__ __forceinline__ bool peek(Work& work) {
-        const u32 at = smem + kQueueOffset + slot.index * 32;
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(work.m0), "=r"(work.n0), "=r"(work.group), "=r"(work.k_begin)
-                     : "r"(at)
-                     : "memory");
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(work.k_end) : "r"(at + 16) : "memory");
-        slot.advance();
-        return work.group != kNoGroup;
-    }
-};
 
 // Groups, 32 at a time, a lane for each, those with the most K blocks first, since the last tiles decide
 // when all are done. Groups without columns have no tiles where D is added to.
@@ -518,7 +499,7 @@ struct GroupWindow {
 struct TileFinder {
     const u32 smem, m_clusters, n_clusters, rank_m, rank_n, lane;
     GroupWindow groups;
-    QueueSlot slot;
+    Ring<kQueueSlots> slot;
     u32 tile;
     bool is_done = false;
 
@@ -547,7 +528,7 @@ struct TileFinder {
     __device__ __forceinline__ void put(const Work& work) {
         mbarrier_wait(smem + kQueueReadOffset + slot.index * 8, slot.parity ^ 1);
         if (lane == 0) {
-            const u32 at = smem + kQueueOffset + slot.index * 32;
+            const u32 at = smem + kQueueOffset + slot.index * kQueueTileBytes;
             asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + 16), "r"(work.k_end) : "memory");
             asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(work.m0), "r"(work.n0),
                          "r"(work.group), "r"(work.k_begin)
@@ -568,15 +549,29 @@ struct TileFinder {
     }
 };
 
-// The ring of pipeline stages: which one is next and which parity its barriers have.
-struct Stage {
-    u32 index = 0, parity = 0;
+// A reader of the queue of tiles: a thread, or a whole warp that arrives as one.
+template <bool kIsWarp>
+struct TileQueue {
+    const u32 smem, k_blocks;
+    Ring<kQueueSlots> slot;
 
-    __device__ __forceinline__ void advance() {
-        if (++index == kNumStages) {
-            index = 0;
-            parity ^= 1;
-        }
+    __device__ __forceinline__ TileQueue(const Extent& extent, u32 smem) : smem(smem), k_blocks(extent.k_blocks) {}
+
+    // The next piece of work; false when none is left.
+    __device__ __forceinline__ bool next(Work& work) {
+        mbarrier_wait(smem + kQueueFullOffset + slot.index * 8, slot.parity);
+        const u32 read = smem + kQueueReadOffset + slot.index * 8;
+        const bool is_left = peek(work);
+        if (kIsWarp) __syncwarp();
+        if (!kIsWarp || threadIdx.x % 32 == 0) mbarrier_arrive(read);
+        return is_left;
+    }
+
+    // The same for the warp that put it there.
+    __device__ __forceinline__ bool peek(Work& work) {
+        work.load(smem + kQueueOffset + slot.index * kQueueTileBytes, k_blocks);
+        slot.advance();
+        return work.group != kNoGroup;
     }
 };
 

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 33b9f35d70b3d61dd490faaeb98cb515fe682abc5ea418bea81eabbc75117d18
+// Body SHA-256: d31464477f1fdf433ea05eff9a7654cdc4fdf91ef40503b92d7ac1e03edb42d5
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -310,6 +310,22 @@ __device__ __forceinline__ void store_matrix_x4(u32 address, u32 a, u32 b, u32 c
                  : "memory");
 }
 
+// A ring of slots, of pipeline stages or of the queue of tiles: which one is next and which parity its
+// barriers have.
+template <u32 kSlots>
+struct Ring {
+    u32 index = 0, parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++index == kSlots) {
+            index = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+using Stage = Ring<kNumStages>;
+
 // Sizes of a launch in blocks.
 struct Extent {
     u32 m_clusters, n_clusters, k_blocks, b_scale_rows;
@@ -370,18 +386,6 @@ struct TileScheduler {
         const u32 along = first + within % width, across = within / width;
         work.m0 = ((kRasterAlongM ? along : across) * kClusterM + rank_m) * kBlockM;
         work.n0 = ((kRasterAlongM ? across : along) * kClusterN + rank_n) * kBlockN;
-    }
-};
-
-// The ring of pipeline stages: which one is next and which parity its barriers have.
-struct Stage {
-    u32 index = 0, parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++index == kNumStages) {
-            index = 0;
-            parity ^= 1;
-        }
     }
 };
 

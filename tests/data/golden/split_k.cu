@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 4af8f235f84035e8b23a5fdda133664eb132ece7769261cc5f8e8f1b57399847
+// Body SHA-256: 656a2b0819386fde85cd4aab136c43889c90131c8f66b9fe9a9fb2dbdc13b8a9
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -311,6 +311,22 @@ __device__ __forceinline__ void store_matrix_x4(u32 address, u32 a, u32 b, u32 c
                  : "memory");
 }
 
+// A ring of slots, of pipeline stages or of the queue of tiles: which one is next and which parity its
+// barriers have.
+template <u32 kSlots>
+struct Ring {
+    u32 index = 0, parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++index == kSlots) {
+            index = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+using Stage = Ring<kNumStages>;
+
 // Sizes of a launch in blocks.
 struct Extent {
     u32 m_clusters, n_clusters, k_blocks, b_scale_rows;
@@ -371,18 +387,6 @@ struct TileScheduler {
         const u32 along = first + within % width, across = within / width;
         work.m0 = ((kRasterAlongM ? along : across) * kClusterM + rank_m) * kBlockM;
         work.n0 = ((kRasterAlongM ? across : along) * kClusterN + rank_n) * kBlockN;
-    }
-};
-
-// The ring of pipeline stages: which one is next and which parity its barriers have.
-struct Stage {
-    u32 index = 0, parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++index == kNumStages) {
-            index = 0;
-            parity ^= 1;
-        }
     }
 };
 

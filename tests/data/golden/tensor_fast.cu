@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 434017bfedef3dc490838d205826215cb86bf16922ada45c8855a859da492c26
+// Body SHA-256: fd0e8c32f5ff315621c229cf511cb9a5faf6e679ccec4992c9e4653e302eb8ad
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -308,6 +308,22 @@ __device__ __forceinline__ void store_matrix_x4(u32 address, u32 a, u32 b, u32 c
                  : "memory");
 }
 
+// A ring of slots, of pipeline stages or of the queue of tiles: which one is next and which parity its
+// barriers have.
+template <u32 kSlots>
+struct Ring {
+    u32 index = 0, parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++index == kSlots) {
+            index = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+using Stage = Ring<kNumStages>;
+
 // Sizes of a launch in blocks.
 struct Extent {
     u32 m_clusters, n_clusters, k_blocks, b_scale_rows;
@@ -368,18 +384,6 @@ struct TileScheduler {
         const u32 along = first + within % width, across = within / width;
         work.m0 = ((kRasterAlongM ? along : across) * kClusterM + rank_m) * kBlockM;
         work.n0 = ((kRasterAlongM ? across : along) * kClusterN + rank_n) * kBlockN;
-    }
-};
-
-// The ring of pipeline stages: which one is next and which parity its barriers have.
-struct Stage {
-    u32 index = 0, parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++index == kNumStages) {
-            index = 0;
-            parity ^= 1;
-        }
     }
 };
 

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 857423f88083f68fa91ff05ea6f6201db314d0421590e1f0e92e8d43b328e073
+// Body SHA-256: f41863c3041d63b9a75eae30d456519cfea9817ae42d79e2ee0980c6e57f5278
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -372,6 +372,22 @@ __device__ __forceinline__ float2 load_shared_float2(u32 address) {
     return v;
 }
 
+// A ring of slots, of pipeline stages or of the queue of tiles: which one is next and which parity its
+// barriers have.
+template <u32 kSlots>
+struct Ring {
+    u32 index = 0, parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++index == kSlots) {
+            index = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+using Stage = Ring<kNumStages>;
+
 // Sizes of a launch in blocks.
 struct Extent {
     u32 m_clusters, n_clusters, k_blocks, b_scale_rows;
@@ -432,18 +448,6 @@ struct TileScheduler {
         const u32 along = first + within % width, across = within / width;
         work.m0 = ((kRasterAlongM ? along : across) * kClusterM + rank_m) * kBlockM;
         work.n0 = ((kRasterAlongM ? across : along) * kClusterN + rank_n) * kBlockN;
-    }
-};
-
-// The ring of pipeline stages: which one is next and which parity its barriers have.
-struct Stage {
-    u32 index = 0, parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++index == kNumStages) {
-            index = 0;
-            parity ^= 1;
-        }
     }
 };
 
