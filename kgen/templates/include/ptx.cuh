@@ -206,6 +206,12 @@ __device__ __forceinline__ float4 load_shared_float4(u32 address) {
     return v;
 }
 
+__device__ __forceinline__ float2 load_shared_float2(u32 address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ float load_shared_float(u32 address) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");

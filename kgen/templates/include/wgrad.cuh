@@ -58,9 +58,3 @@ __device__ __forceinline__ void write_pair(float* d, float x, float y, bool vali
         "f"(x), "f"(y), "r"(static_cast<u32>(valid))
         : "memory");
 }
-
-__device__ __forceinline__ float2 load_shared_float2(u32 address) {
-    float2 v;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-    return v;
-}

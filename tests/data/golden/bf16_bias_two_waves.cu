@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = nk
 // sass_pass = none
-// Body SHA-256: 89f49e31c4b0ee443dffbd02a0fe1c4d5b6e0d27114c9ef9a7a9ab4d57e51bda
+// Body SHA-256: 6c0036003fb03de902f648cb364c268efacb7ae47f2395e1eff13a3c3c18bab2
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -286,6 +286,12 @@ __device__ __forceinline__ float4 load_shared_float4(u32 address) {
     return v;
 }
 
+__device__ __forceinline__ float2 load_shared_float2(u32 address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ float load_shared_float(u32 address) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
@@ -508,15 +514,9 @@ struct Finish {
         return thread;
     }
 
-    static __device__ __forceinline__ float2 load_pair(u32 address) {
-        float2 v;
-        asm volatile("ld.shared.v2.f32 { %0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-        return v;
-    }
-
     // Two neighbours of the bias in FP32; zeros where another CTA adds them.
     __device__ __forceinline__ float2 load_bias(u32 address) const {
-        return load_pair(address);
+        return load_shared_float2(address);
     }
 };
 

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 23a3c36333aee7bd9c1493667e68cc9875519b21f9e5a5ed96ca4340d9e3f85d
+// Body SHA-256: 8f9b674ba2e9bde7ca359a9e8b47e1e37c0a6a94a2b9c1f374f63060f3a0bc7e
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -287,6 +287,12 @@ __device__ __forceinline__ float4 load_shared_float4(u32 address) {
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                  : "r"(address)
                  : "memory");
+    return v;
+}
+
+__device__ __forceinline__ float2 load_shared_float2(u32 address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
     return v;
 }
 

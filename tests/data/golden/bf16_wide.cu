@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 091054a085960c932ca2983f9d94e3676cce209fb89d5751d32688318123c9b1
+// Body SHA-256: cafe16b49839cc840871d1818f487aa2fac70b2291638bb66364cbabdfcb92b6
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -280,6 +280,12 @@ __device__ __forceinline__ float4 load_shared_float4(u32 address) {
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                  : "r"(address)
                  : "memory");
+    return v;
+}
+
+__device__ __forceinline__ float2 load_shared_float2(u32 address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
     return v;
 }
 

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: c6f13a80c2ae62e46215e91eb5ab56cf5245d7e2a65b64b89088b3367e57fb15
+// Body SHA-256: dae4028c268ef34cc9dbf3f890173af5ca36bf2c6c2f1ebe153cea19284f0266
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -287,6 +287,12 @@ __device__ __forceinline__ float4 load_shared_float4(u32 address) {
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                  : "r"(address)
                  : "memory");
+    return v;
+}
+
+__device__ __forceinline__ float2 load_shared_float2(u32 address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
     return v;
 }
 
@@ -571,15 +577,9 @@ struct Finish {
         return thread;
     }
 
-    static __device__ __forceinline__ float2 load_pair(u32 address) {
-        float2 v;
-        asm volatile("ld.shared.v2.f32 { %0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-        return v;
-    }
-
     // Two neighbours of the bias in FP32; zeros where another CTA adds them.
     __device__ __forceinline__ float2 load_bias(u32 address) const {
-        return load_pair(address);
+        return load_shared_float2(address);
     }
 };
 

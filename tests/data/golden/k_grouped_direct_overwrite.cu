@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 289c8952fc282658d970d6c2e7add8fe1b26572681c0791578da04c8e577bbb1
+// Body SHA-256: 93e240c0e986eccdef33e23136da3a044fc0618432cc7004c6c5a42f1f7ac294
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -286,6 +286,12 @@ __device__ __forceinline__ float4 load_shared_float4(u32 address) {
     return v;
 }
 
+__device__ __forceinline__ float2 load_shared_float2(u32 address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ float load_shared_float(u32 address) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
@@ -371,12 +377,6 @@ __device__ __forceinline__ void write_pair(float* d, float x, float y, bool vali
         "@valid st.global.v2.f32 [%0], {%1, %2};\n}" ::"l"(d),
         "f"(x), "f"(y), "r"(static_cast<u32>(valid))
         : "memory");
-}
-
-__device__ __forceinline__ float2 load_shared_float2(u32 address) {
-    float2 v;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-    return v;
 }
 
 // A ring of slots, of pipeline stages or of the queue of tiles: which one is next and which parity its

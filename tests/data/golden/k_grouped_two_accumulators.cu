@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 397a8f4b40531eef7ed282538b89575d59a9c2546bfdcccd13306af423212afd
+// Body SHA-256: 11b4c376ad2ba86a8b2aa07ccfaf4541cc9d592e115403e3ca9688aa610fc6c4
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -291,6 +291,12 @@ __device__ __forceinline__ float4 load_shared_float4(u32 address) {
     return v;
 }
 
+__device__ __forceinline__ float2 load_shared_float2(u32 address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ float load_shared_float(u32 address) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
@@ -376,12 +382,6 @@ __device__ __forceinline__ void write_pair(float* d, float x, float y, bool vali
         "@valid st.global.v2.f32 [%0], {%1, %2};\n}" ::"l"(d),
         "f"(x), "f"(y), "r"(static_cast<u32>(valid))
         : "memory");
-}
-
-__device__ __forceinline__ float2 load_shared_float2(u32 address) {
-    float2 v;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-    return v;
 }
 
 // A ring of slots, of pipeline stages or of the queue of tiles: which one is next and which parity its

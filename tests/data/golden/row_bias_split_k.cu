@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 45e06d223728b3e3f4d8c541082955f800688a7ffcb699cb4ed6273dd1e439bc
+// Body SHA-256: b63f1d0534d114ee924cff80858407b4f59bd2e6e2b3a6df1e83a706b874ff60
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -282,6 +282,12 @@ __device__ __forceinline__ float4 load_shared_float4(u32 address) {
     return v;
 }
 
+__device__ __forceinline__ float2 load_shared_float2(u32 address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ float load_shared_float(u32 address) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
@@ -503,7 +509,7 @@ struct Finish {
 #pragma unroll
         for (u32 i = 0; i < kNumGroups; ++i) {
             const u32 column = i * 8 + thread % 4 * 2;
-            const float2 columns = load_pair(vectors + kColumnsAt + column * 4);
+            const float2 columns = load_shared_float2(vectors + kColumnsAt + column * 4);
             const float2 added = load_bias(vectors + kBiasAt + column * kDBytes);
 #pragma unroll
             for (u32 wave = 0; wave < kNumWaves; ++wave) {
@@ -522,12 +528,6 @@ struct Finish {
         u32 thread = threadIdx.x;
         asm volatile("" : "+r"(thread));
         return thread;
-    }
-
-    static __device__ __forceinline__ float2 load_pair(u32 address) {
-        float2 v;
-        asm volatile("ld.shared.v2.f32 { %0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-        return v;
     }
 
     // Two neighbours of the bias in FP32; zeros where another CTA adds them.

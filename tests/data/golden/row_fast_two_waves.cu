@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: d31464477f1fdf433ea05eff9a7654cdc4fdf91ef40503b92d7ac1e03edb42d5
+// Body SHA-256: 3b31dbbc6739db91ac28bbec4ae0260dc1bd65dde5e7b7e05c46ee82c2b07061
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -284,6 +284,12 @@ __device__ __forceinline__ float4 load_shared_float4(u32 address) {
     return v;
 }
 
+__device__ __forceinline__ float2 load_shared_float2(u32 address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ float load_shared_float(u32 address) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
@@ -496,7 +502,7 @@ struct Finish {
 #pragma unroll
         for (u32 i = 0; i < kNumGroups; ++i) {
             const u32 column = i * 8 + thread % 4 * 2;
-            const float2 columns = load_pair(vectors + kColumnsAt + column * 4);
+            const float2 columns = load_shared_float2(vectors + kColumnsAt + column * 4);
 #pragma unroll
             for (u32 wave = 0; wave < kNumWaves; ++wave) {
                 sum[wave][4 * i + 0] = sum[wave][4 * i + 0] * (upper[wave] * columns.x);
@@ -514,12 +520,6 @@ struct Finish {
         u32 thread = threadIdx.x;
         asm volatile("" : "+r"(thread));
         return thread;
-    }
-
-    static __device__ __forceinline__ float2 load_pair(u32 address) {
-        float2 v;
-        asm volatile("ld.shared.v2.f32 { %0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-        return v;
     }
 };
 

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: abdcfcc6dbf4c7828af0bbcaa5eed26ece83b58d695af4c2d89c4132660c2377
+// Body SHA-256: 5240c5336d2a591043a3d805e3cda062ac6589eb68af5cae143acc5cf5b10bca
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -281,6 +281,12 @@ __device__ __forceinline__ float4 load_shared_float4(u32 address) {
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                  : "r"(address)
                  : "memory");
+    return v;
+}
+
+__device__ __forceinline__ float2 load_shared_float2(u32 address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
     return v;
 }
 

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: f89b91320957f9ae3cf3fdb92c9c5a822c5888053e2c158f2538df47b44d7a06
+// Body SHA-256: 005c4f19de9f401483768707d2c3386d161792fb0339a64e86c417e0bdc355c9
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -285,6 +285,12 @@ __device__ __forceinline__ float4 load_shared_float4(u32 address) {
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                  : "r"(address)
                  : "memory");
+    return v;
+}
+
+__device__ __forceinline__ float2 load_shared_float2(u32 address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
     return v;
 }
 

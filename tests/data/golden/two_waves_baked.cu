@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = nk
 // sass_pass = none
-// Body SHA-256: 779e021de52f21782ab98712c231c71e242aa62d018888aff918f01f6ea07a43
+// Body SHA-256: 57fdaf98fe3a15b87fc2c7e9e6ae86c709559a2e10ae031debbf08c92e9841cf
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -286,6 +286,12 @@ __device__ __forceinline__ float4 load_shared_float4(u32 address) {
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                  : "r"(address)
                  : "memory");
+    return v;
+}
+
+__device__ __forceinline__ float2 load_shared_float2(u32 address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
     return v;
 }
 

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 22195ce176d4b87760490299225be9211ce8a644680b41715e6d2878ef760b9c
+// Body SHA-256: 7298200672b3972a7ef4a7a764dbf6b4c08c3b05832b8c03460abf4da6ac4b56
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -285,6 +285,12 @@ __device__ __forceinline__ float4 load_shared_float4(u32 address) {
     return v;
 }
 
+__device__ __forceinline__ float2 load_shared_float2(u32 address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ float load_shared_float(u32 address) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
@@ -370,12 +376,6 @@ __device__ __forceinline__ void write_pair(float* d, float x, float y, bool vali
         "@valid st.global.v2.f32 [%0], {%1, %2};\n}" ::"l"(d),
         "f"(x), "f"(y), "r"(static_cast<u32>(valid))
         : "memory");
-}
-
-__device__ __forceinline__ float2 load_shared_float2(u32 address) {
-    float2 v;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-    return v;
 }
 
 // A ring of slots, of pipeline stages or of the queue of tiles: which one is next and which parity its

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: f41863c3041d63b9a75eae30d456519cfea9817ae42d79e2ee0980c6e57f5278
+// Body SHA-256: 92c59254e0dd3e7d0a7be35097d2cf73a984dcfe5c9107d054ffba691aee025a
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -279,6 +279,12 @@ __device__ __forceinline__ float4 load_shared_float4(u32 address) {
     return v;
 }
 
+__device__ __forceinline__ float2 load_shared_float2(u32 address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ float load_shared_float(u32 address) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
@@ -364,12 +370,6 @@ __device__ __forceinline__ void write_pair(float* d, float x, float y, bool vali
         "@valid st.global.v2.f32 [%0], {%1, %2};\n}" ::"l"(d),
         "f"(x), "f"(y), "r"(static_cast<u32>(valid))
         : "memory");
-}
-
-__device__ __forceinline__ float2 load_shared_float2(u32 address) {
-    float2 v;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-    return v;
 }
 
 // A ring of slots, of pipeline stages or of the queue of tiles: which one is next and which parity its

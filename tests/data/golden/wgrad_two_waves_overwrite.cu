@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: d28d6146671ce95915fa7e1db9af370c0797ddbea2af918e24a4785344cbcbf0
+// Body SHA-256: 3e7cff80b76824d041109e4fb0818b851e0e326f43244c5074c598391f06ddec
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -284,6 +284,12 @@ __device__ __forceinline__ float4 load_shared_float4(u32 address) {
     return v;
 }
 
+__device__ __forceinline__ float2 load_shared_float2(u32 address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ float load_shared_float(u32 address) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
@@ -369,12 +375,6 @@ __device__ __forceinline__ void write_pair(float* d, float x, float y, bool vali
         "@valid st.global.v2.f32 [%0], {%1, %2};\n}" ::"l"(d),
         "f"(x), "f"(y), "r"(static_cast<u32>(valid))
         : "memory");
-}
-
-__device__ __forceinline__ float2 load_shared_float2(u32 address) {
-    float2 v;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-    return v;
 }
 
 // A ring of slots, of pipeline stages or of the queue of tiles: which one is next and which parity its
