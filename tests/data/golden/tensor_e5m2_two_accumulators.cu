@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 5240c5336d2a591043a3d805e3cda062ac6589eb68af5cae143acc5cf5b10bca
+// Body SHA-256: cf78b9b1552e878f583dc4dcb6c944ba414e348be0b919c4767674196d102983
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -703,26 +703,28 @@ __device__ __forceinline__ void store_tile(const GemmArgs& args, float (&sum)[kN
 
 // One warp stores what they staged: to start a copy takes a thread some 50 ns, which no math warp has to
 // wait for. TMA leaves out what lies past the last row or column.
+__device__ __forceinline__ void store_staged(const GemmArgs& args, const Work& work, u32 smem, u32 lane) {
+    if (lane == 0) tma_store_wait_read();
+    __syncwarp();
+    for (u32 i = 0; i < kNumMathWarpgroups; ++i) named_arrive(free_barrier(i), kStoreThreads);
+    for (u32 i = 0; i < kNumMathWarpgroups; ++i) {
+        named_sync(staged_barrier(i), kStoreThreads);
+        if (lane == 0) {
+            for (u32 wave = 0; wave < kNumWaves; ++wave)
+                for (u32 box = 0; box < kNumDBoxes; ++box)
+                    tma_store(&args.map_d, smem + kDOffset + ((i * kNumWaves + wave) * kNumDBoxes + box) * kDBoxBytes,
+                              work.n0 + box * kDBoxColumns, work.m0 + i * kWarpgroupM + wave * 64);
+            tma_store_commit();
+        }
+        __syncwarp();
+    }
+}
+
 __device__ __forceinline__ void store_tiles(const GemmArgs& args, const Extent& extent, u32 smem, u32 rank,
                                             u32 lane) {
     TileScheduler tiles(extent, rank);
     Work work;
-    while (tiles.next(work)) {
-        if (lane == 0) tma_store_wait_read();
-        __syncwarp();
-        for (u32 i = 0; i < kNumMathWarpgroups; ++i) named_arrive(free_barrier(i), kStoreThreads);
-        for (u32 i = 0; i < kNumMathWarpgroups; ++i) {
-            named_sync(staged_barrier(i), kStoreThreads);
-            if (lane == 0) {
-                for (u32 wave = 0; wave < kNumWaves; ++wave)
-                    for (u32 box = 0; box < kNumDBoxes; ++box)
-                        tma_store(&args.map_d, smem + kDOffset + ((i * kNumWaves + wave) * kNumDBoxes + box) * kDBoxBytes,
-                                  work.n0 + box * kDBoxColumns, work.m0 + i * kWarpgroupM + wave * 64);
-                tma_store_commit();
-            }
-            __syncwarp();
-        }
-    }
+    while (tiles.next(work)) store_staged(args, work, smem, lane);
     if (lane == 0) tma_store_wait_read();  // they still read shared memory
 }
 

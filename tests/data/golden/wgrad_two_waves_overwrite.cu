@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 3e7cff80b76824d041109e4fb0818b851e0e326f43244c5074c598391f06ddec
+// Body SHA-256: 4bdbb6492eeeb5665b79598398296e161e5d920d0c8b050f0464fc2938b67fbc
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -734,26 +734,28 @@ __device__ __forceinline__ void store_tile(const GemmArgs& args, float (&sum)[kN
 
 // One warp stores what they staged: to start a copy takes a thread some 50 ns, which no math warp has to
 // wait for. TMA leaves out what lies past the last row or column.
+__device__ __forceinline__ void store_staged(const GemmArgs& args, const Work& work, u32 smem, u32 lane) {
+    if (lane == 0) tma_store_wait_read();
+    __syncwarp();
+    for (u32 i = 0; i < kNumMathWarpgroups; ++i) named_arrive(free_barrier(i), kStoreThreads);
+    for (u32 i = 0; i < kNumMathWarpgroups; ++i) {
+        named_sync(staged_barrier(i), kStoreThreads);
+        if (lane == 0) {
+            for (u32 wave = 0; wave < kNumWaves; ++wave)
+                for (u32 box = 0; box < kNumDBoxes; ++box)
+                    tma_store(&args.map_d, smem + kDOffset + ((i * kNumWaves + wave) * kNumDBoxes + box) * kDBoxBytes,
+                              work.n0 + box * kDBoxColumns, work.m0 + i * kWarpgroupM + wave * 64);
+            tma_store_commit();
+        }
+        __syncwarp();
+    }
+}
+
 __device__ __forceinline__ void store_tiles(const GemmArgs& args, const Extent& extent, u32 smem, u32 rank,
                                             u32 lane) {
     TileScheduler tiles(extent, rank);
     Work work;
-    while (tiles.next(work)) {
-        if (lane == 0) tma_store_wait_read();
-        __syncwarp();
-        for (u32 i = 0; i < kNumMathWarpgroups; ++i) named_arrive(free_barrier(i), kStoreThreads);
-        for (u32 i = 0; i < kNumMathWarpgroups; ++i) {
-            named_sync(staged_barrier(i), kStoreThreads);
-            if (lane == 0) {
-                for (u32 wave = 0; wave < kNumWaves; ++wave)
-                    for (u32 box = 0; box < kNumDBoxes; ++box)
-                        tma_store(&args.map_d, smem + kDOffset + ((i * kNumWaves + wave) * kNumDBoxes + box) * kDBoxBytes,
-                                  work.n0 + box * kDBoxColumns, work.m0 + i * kWarpgroupM + wave * 64);
-                tma_store_commit();
-            }
-            __syncwarp();
-        }
-    }
+    while (tiles.next(work)) store_staged(args, work, smem, lane);
     if (lane == 0) tma_store_wait_read();  // they still read shared memory
 }
 
