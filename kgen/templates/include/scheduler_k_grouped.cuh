@@ -20,7 +20,7 @@ struct Work {
     __device__ __forceinline__ u32 sfa_m0() const { return m0; }
 
     // From a slot of the queue, {m0, n0, group, k_begin}, {k_end, ...}.
-    __device__ __forceinline__ void load(u32 slot, u32) {
+    __device__ __forceinline__ void load(u32 slot) {
         asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(m0), "=r"(n0), "=r"(group), "=r"(k_begin)
                      : "r"(slot)

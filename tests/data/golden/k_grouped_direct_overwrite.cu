@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 93e240c0e986eccdef33e23136da3a044fc0618432cc7004c6c5a42f1f7ac294
+// Body SHA-256: 7f75c40848990447737f5b7b011cf9a2d2d99157b59dca961af85dadf6f0bec5
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -417,7 +417,7 @@ struct Work {
     __device__ __forceinline__ u32 sfa_m0() const { return m0; }
 
     // From a slot of the queue, {m0, n0, group, k_begin}, {k_end, ...}.
-    __device__ __forceinline__ void load(u32 slot, u32) {
+    __device__ __forceinline__ void load(u32 slot) {
         asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(m0), "=r"(n0), "=r"(group), "=r"(k_begin)
                      : "r"(slot)
@@ -552,10 +552,10 @@ struct TileFinder {
 // A reader of the queue of tiles: a thread, or a whole warp that arrives as one.
 template <bool kIsWarp>
 struct TileQueue {
-    const u32 smem, k_blocks;
+    const u32 smem;
     Ring<kQueueSlots> slot;
 
-    __device__ __forceinline__ TileQueue(const Extent& extent, u32 smem) : smem(smem), k_blocks(extent.k_blocks) {}
+    __device__ __forceinline__ TileQueue(const Extent& extent, u32 smem) : smem(smem) {}
 
     // The next piece of work; false when none is left.
     __device__ __forceinline__ bool next(Work& work) {
@@ -569,7 +569,7 @@ struct TileQueue {
 
     // The same for the warp that put it there.
     __device__ __forceinline__ bool peek(Work& work) {
-        work.load(smem + kQueueOffset + slot.index * kQueueTileBytes, k_blocks);
+        work.load(smem + kQueueOffset + slot.index * kQueueTileBytes);
         slot.advance();
         return work.group != kNoGroup;
     }

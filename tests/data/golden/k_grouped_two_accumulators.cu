@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: e28c431ac4dcf36422ef1f839ac8720035862d82ce901ef49ae4adbc51ee900d
+// Body SHA-256: 872a04b80b2ac36d09aa864ad003839f6f4fd25136dbadb0b4cdf2f8a763c968
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -422,7 +422,7 @@ struct Work {
     __device__ __forceinline__ u32 sfa_m0() const { return m0; }
 
     // From a slot of the queue, {m0, n0, group, k_begin}, {k_end, ...}.
-    __device__ __forceinline__ void load(u32 slot, u32) {
+    __device__ __forceinline__ void load(u32 slot) {
         asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(m0), "=r"(n0), "=r"(group), "=r"(k_begin)
                      : "r"(slot)
@@ -557,10 +557,10 @@ struct TileFinder {
 // A reader of the queue of tiles: a thread, or a whole warp that arrives as one.
 template <bool kIsWarp>
 struct TileQueue {
-    const u32 smem, k_blocks;
+    const u32 smem;
     Ring<kQueueSlots> slot;
 
-    __device__ __forceinline__ TileQueue(const Extent& extent, u32 smem) : smem(smem), k_blocks(extent.k_blocks) {}
+    __device__ __forceinline__ TileQueue(const Extent& extent, u32 smem) : smem(smem) {}
 
     // The next piece of work; false when none is left.
     __device__ __forceinline__ bool next(Work& work) {
@@ -574,7 +574,7 @@ struct TileQueue {
 
     // The same for the warp that put it there.
     __device__ __forceinline__ bool peek(Work& work) {
-        work.load(smem + kQueueOffset + slot.index * kQueueTileBytes, k_blocks);
+        work.load(smem + kQueueOffset + slot.index * kQueueTileBytes);
         slot.advance();
         return work.group != kNoGroup;
     }
