@@ -34,9 +34,11 @@ MIN_ROWS_ONE_LOAD_WARP: Final = 256
 #: warpgroup each thread has 255 at launch, the most an instruction can name: no setmaxnreg, and
 #: ptxas is seen to spill in places above 248.
 REGISTER_SPLIT: Final = {1: (248, 248), 2: (40, 232), 3: (32, 160)}
-#: Registers of a math thread that neither sums nor products of scales made ahead may take (recipe
-#: "vector"): with fewer ptxas makes them later again, behind the wait.
-AHEAD_SPARE_REGISTERS: Final = 24
+#: Registers of a math thread that neither sums nor scales of columns may take (recipe "vector"), by
+#: number of math warpgroups, and those that each takes beside of a cluster, the tile queue of kind
+#: k_grouped and D staged by "own".
+HELD_SPARE_REGISTERS: Final = {1: 32, 2: 20, 3: 20}
+HELD_OVERHEAD_REGISTERS: Final = 11
 #: A contiguous group may start at any row, and TMA reads from multiples of 16 bytes only, else the
 #: kernel dies of an illegal instruction: scales of A are loaded from a multiple of 4 rows on.
 SFA_SLACK_ROWS: Final = 4
@@ -141,8 +143,8 @@ class Resources:
     (inner, outer) in elements, those of A and B in bytes by rows.
 
     The vectors are what the sums of a tile are finished with: scales of its rows and columns
-    (recipe "row") and its part of the bias. `ahead_groups`: groups of 8 columns whose products of
-    scales are made while WGMMAs run (recipe "vector").
+    (recipe "row") and its part of the bias. `held_groups`: groups of 8 columns whose scales are
+    held in registers while WGMMAs run (recipe "vector").
     """
 
     threads: int
@@ -171,7 +173,7 @@ class Resources:
     sfa_stage_bytes: int
     sfb_box: tuple[int, int]
     sfb_stage_bytes: int
-    ahead_groups: int
+    held_groups: int
 
 
 def queue_slot_bytes(kind: str) -> int:
@@ -179,11 +181,14 @@ def queue_slot_bytes(kind: str) -> int:
     return QUEUE_SLOT_BYTES.get(kind, 0)
 
 
-def ahead_groups(config: GemmConfig, num_waves: int) -> int:
-    """Groups of 8 columns whose products of scales fit into registers while WGMMAs run."""
-    free = REGISTER_SPLIT[config.num_math_warpgroups][1] - AHEAD_SPARE_REGISTERS
+def held_groups(config: GemmConfig, num_waves: int, kind: str) -> int:
+    """Groups of 8 columns whose scales, two a thread, fit into registers while WGMMAs run."""
+    beside = (config.cluster_size > 1) + (kind == "k_grouped") + (config.d_staging == "own")
+    warpgroups = config.num_math_warpgroups
+    free = REGISTER_SPLIT[warpgroups][1] - HELD_SPARE_REGISTERS[warpgroups]
     free -= num_accumulator_registers(config, num_waves, promotes=True)
-    return max(0, min(config.block_n // 8, free // 4))
+    free -= HELD_OVERHEAD_REGISTERS * beside
+    return max(0, min(config.block_n // 8, free // 2))
 
 
 def num_b_scales(block_n: int) -> int:
@@ -275,7 +280,7 @@ def resources(
         sfa_stage_bytes=sfa_stage_bytes,
         sfb_box=(c.block_n, 1),
         sfb_stage_bytes=sfb_stage_bytes,
-        ahead_groups=ahead_groups(c, num_waves) if recipe == "vector" else 0,
+        held_groups=held_groups(c, num_waves, kind) if recipe == "vector" else 0,
     )
 
 

@@ -90,8 +90,8 @@ WGRAD_CASES: dict[str, tuple[GemmConfig, GemmProblem]] = {
         replace(_GRADIENT, accumulate=False),
     ),
     "wgrad_block_split_k": (_SPLIT, replace(_GRADIENT, recipe="block")),
-    "k_grouped_two_accumulators": (
-        GemmConfig(block_n=96, num_accumulators=2, cluster_n=2),
+    "k_grouped_multicast_a": (
+        GemmConfig(block_n=96, cluster_n=2),
         _GROUPS,
     ),
     "k_grouped_direct_overwrite": (

@@ -146,13 +146,13 @@ def test_resources() -> None:
     r = resources(CONFIG, "fp32", "vector", kind="wgrad")
     assert r.sfb_stage_bytes == 384
     assert r.sfb_box == (96, 1)
-    assert r.ahead_groups == 12  # all: 2 * 48 sums and 48 products of 232 registers
+    assert r.held_groups == 12  # all: 2 * 48 sums and 24 scales of 232 registers
     grouped = resources(CONFIG, "fp32", "vector", kind="k_grouped")
     assert grouped.smem_bytes - r.smem_bytes == QUEUE_SLOTS * QUEUE_SLOT_BYTES["k_grouped"]
     assert grouped.queue_offset % 16 == 0
     three = GemmConfig(block_m=192, block_n=112, num_math_warpgroups=3)
-    assert resources(three, "fp32", "vector", kind="wgrad").ahead_groups == 6
-    assert resources(three, "fp32", "block", kind="wgrad").ahead_groups == 0
+    assert resources(three, "fp32", "vector", kind="wgrad").held_groups == 8  # of 14
+    assert resources(three, "fp32", "block", kind="wgrad").held_groups == 0
 
 
 def test_one_source_serves_all_sizes_and_not_the_other_mode() -> None:

@@ -49,6 +49,19 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
+// Whether that phase has ended, without waiting.
+__device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
+}
+
 // ---- asynchronous copies.
 
 __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {

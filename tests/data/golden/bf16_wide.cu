@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: e35a7b243b7606d2b07e7a2595372ed76acec10a31524ad59104a4ef2f3bf8d8
+// Body SHA-256: 9d8054633dd655a523c15a0421d8485d4ab1f90b21fa8df73b9fb85916b4f3e7
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -124,6 +124,19 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
         "DONE:\n}" ::"r"(barrier),
         "r"(parity)
         : "memory");
+}
+
+// Whether that phase has ended, without waiting.
+__device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
 }
 
 // ---- asynchronous copies.
@@ -510,6 +523,17 @@ __device__ __forceinline__ void issue_k_block(float (&partial)[kAccRegisters], u
     pin_registers(partial);
 }
 
+// Whether the operands of a stage are there. With one accumulator a warpgroup asks before it promotes the K
+// block before: the answer takes a while, and is there when the next WGMMAs could start.
+__device__ __forceinline__ bool is_full(u32 smem, const Stage& stage) {
+    return mbarrier_test(smem + kFullOffset + stage.index * 8, stage.parity);
+}
+
+// Waits until they are, unless that is known.
+__device__ __forceinline__ void wait_for_operands(u32 smem, const Stage& stage, bool known = false) {
+    if (!known) mbarrier_wait(smem + kFullOffset + stage.index * 8, stage.parity);
+}
+
 // Gives a stage back to every producer that may write it.
 __device__ __forceinline__ void release_stage(u32 smem, u32 stage, u32 lane) {
     const u32 empty = smem + kEmptyOffset + stage * 8;
@@ -522,7 +546,7 @@ __device__ __forceinline__ void issue_stage(float (&sum)[kNumWaves][kAccRegister
                                             u32 warpgroup) {
     const u32 a = smem + stage.index * kAStageBytes + warpgroup * kWarpgroupM * kBlockK;
     const u64 b_descriptor = wgmma_descriptor(smem + kBOffset + stage.index * kBStageBytes);
-    mbarrier_wait(smem + kFullOffset + stage.index * 8, stage.parity);
+    wait_for_operands(smem, stage);
     wgmma_fence();
 #pragma unroll
     for (u32 wave = 0; wave < kNumWaves; ++wave) {

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: cf78b9b1552e878f583dc4dcb6c944ba414e348be0b919c4767674196d102983
+// Body SHA-256: 93fcb9075ac68febe1b0cbd49b414c40351493040d01b0c239542541712a3c4f
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -125,6 +125,19 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
         "DONE:\n}" ::"r"(barrier),
         "r"(parity)
         : "memory");
+}
+
+// Whether that phase has ended, without waiting.
+__device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
 }
 
 // ---- asynchronous copies.
@@ -569,6 +582,17 @@ __device__ __forceinline__ void issue_k_block(float (&partial)[kAccRegisters], u
     pin_registers(partial);
 }
 
+// Whether the operands of a stage are there. With one accumulator a warpgroup asks before it promotes the K
+// block before: the answer takes a while, and is there when the next WGMMAs could start.
+__device__ __forceinline__ bool is_full(u32 smem, const Stage& stage) {
+    return mbarrier_test(smem + kFullOffset + stage.index * 8, stage.parity);
+}
+
+// Waits until they are, unless that is known.
+__device__ __forceinline__ void wait_for_operands(u32 smem, const Stage& stage, bool known = false) {
+    if (!known) mbarrier_wait(smem + kFullOffset + stage.index * 8, stage.parity);
+}
+
 // Gives a stage back to every producer that may write it.
 __device__ __forceinline__ void release_stage(u32 smem, u32 stage, u32 lane) {
     const u32 empty = smem + kEmptyOffset + stage * 8;
@@ -584,7 +608,7 @@ __device__ __forceinline__ void promote(float (&sum)[kAccRegisters], float (&par
 // Issues the WGMMAs of the next K block once it is there; gives its stage.
 __device__ __forceinline__ u32 issue_next(float (&partial)[kAccRegisters], Stage& stage, u32 smem, u32 warpgroup) {
     const u32 index = stage.index;
-    mbarrier_wait(smem + kFullOffset + index * 8, stage.parity);
+    wait_for_operands(smem, stage);
     issue_k_block(partial, smem + index * kAStageBytes + warpgroup * kWarpgroupM * kBlockK,
                   smem + kBOffset + index * kBStageBytes);
     stage.advance();

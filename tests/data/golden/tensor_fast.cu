@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 9e64e21df6339633a36132a3d9f2e30921de2a7d7158563c2ec9dc2a37036395
+// Body SHA-256: 7d870eac0ce9c70c4232bc1f8f79c0dd2e596543d9e9483efbe8bf40efd2a9a0
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -123,6 +123,19 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
         "DONE:\n}" ::"r"(barrier),
         "r"(parity)
         : "memory");
+}
+
+// Whether that phase has ended, without waiting.
+__device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
 }
 
 // ---- asynchronous copies.
@@ -530,6 +543,17 @@ __device__ __forceinline__ void issue_k_block(float (&partial)[kAccRegisters], u
     pin_registers(partial);
 }
 
+// Whether the operands of a stage are there. With one accumulator a warpgroup asks before it promotes the K
+// block before: the answer takes a while, and is there when the next WGMMAs could start.
+__device__ __forceinline__ bool is_full(u32 smem, const Stage& stage) {
+    return mbarrier_test(smem + kFullOffset + stage.index * 8, stage.parity);
+}
+
+// Waits until they are, unless that is known.
+__device__ __forceinline__ void wait_for_operands(u32 smem, const Stage& stage, bool known = false) {
+    if (!known) mbarrier_wait(smem + kFullOffset + stage.index * 8, stage.parity);
+}
+
 // Gives a stage back to every producer that may write it.
 __device__ __forceinline__ void release_stage(u32 smem, u32 stage, u32 lane) {
     const u32 empty = smem + kEmptyOffset + stage * 8;
@@ -542,7 +566,7 @@ __device__ __forceinline__ void issue_stage(float (&sum)[kNumWaves][kAccRegister
                                             u32 warpgroup) {
     const u32 a = smem + stage.index * kAStageBytes + warpgroup * kWarpgroupM * kBlockK;
     const u64 b_descriptor = wgmma_descriptor(smem + kBOffset + stage.index * kBStageBytes);
-    mbarrier_wait(smem + kFullOffset + stage.index * 8, stage.parity);
+    wait_for_operands(smem, stage);
     wgmma_fence();
 #pragma unroll
     for (u32 wave = 0; wave < kNumWaves; ++wave) {

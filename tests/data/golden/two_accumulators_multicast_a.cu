@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: a4df879fb28f71d6567874f154440063f768928ef06a969244cdd04dc8312e44
+// Body SHA-256: 4d5476757d5a27b2aaeba052256c39ddb03cba96bf7bba241220cdbd1e3b1591
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -129,6 +129,19 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
         "DONE:\n}" ::"r"(barrier),
         "r"(parity)
         : "memory");
+}
+
+// Whether that phase has ended, without waiting.
+__device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
 }
 
 // ---- asynchronous copies.
@@ -608,6 +621,17 @@ __device__ __forceinline__ void promote(float (&sum)[kAccRegisters], float (&par
     }
 }
 
+// Whether the operands of a stage are there. With one accumulator a warpgroup asks before it promotes the K
+// block before: the answer takes a while, and is there when the next WGMMAs could start.
+__device__ __forceinline__ bool is_full(u32 smem, const Stage& stage) {
+    return mbarrier_test(smem + kFullOffset + stage.index * 8, stage.parity);
+}
+
+// Waits until they are, unless that is known.
+__device__ __forceinline__ void wait_for_operands(u32 smem, const Stage& stage, bool known = false) {
+    if (!known) mbarrier_wait(smem + kFullOffset + stage.index * 8, stage.parity);
+}
+
 // Gives a stage back to every producer that may write it.
 __device__ __forceinline__ void release_stage(u32 smem, u32 stage, u32 lane) {
     const u32 empty = smem + kEmptyOffset + stage * 8;
@@ -623,7 +647,7 @@ struct Block {
     // Waits for the operands in the next stage and issues the WGMMAs.
     __device__ __forceinline__ void start(Stage& next, u32 smem, u32 warpgroup, u32 sfa_lane) {
         stage = next.index;
-        mbarrier_wait(smem + kFullOffset + stage * 8, next.parity);
+        wait_for_operands(smem, next);
         scales.load(sfa_lane + stage * kSfaStageBytes, smem + kSfbOffset + stage * kSfbStageBytes);
         issue_k_block(partial, smem + stage * kAStageBytes + warpgroup * kWarpgroupM * kBlockK,
                       smem + kBOffset + stage * kBStageBytes);

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = nk
 // sass_pass = none
-// Body SHA-256: 9fe2f63fa22801a25a53296efb49e485347e31c900b39988e4ec34be890910af
+// Body SHA-256: 4b1cb9468adfe67a96b45e3cd6647a6551c794e113fffe2b0c02d8239d310bbd
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -130,6 +130,19 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
         "DONE:\n}" ::"r"(barrier),
         "r"(parity)
         : "memory");
+}
+
+// Whether that phase has ended, without waiting.
+__device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
 }
 
 // ---- asynchronous copies.
@@ -608,6 +621,17 @@ __device__ __forceinline__ void promote(float (&sum)[kAccRegisters], float (&par
     }
 }
 
+// Whether the operands of a stage are there. With one accumulator a warpgroup asks before it promotes the K
+// block before: the answer takes a while, and is there when the next WGMMAs could start.
+__device__ __forceinline__ bool is_full(u32 smem, const Stage& stage) {
+    return mbarrier_test(smem + kFullOffset + stage.index * 8, stage.parity);
+}
+
+// Waits until they are, unless that is known.
+__device__ __forceinline__ void wait_for_operands(u32 smem, const Stage& stage, bool known = false) {
+    if (!known) mbarrier_wait(smem + kFullOffset + stage.index * 8, stage.parity);
+}
+
 // Gives a stage back to every producer that may write it.
 __device__ __forceinline__ void release_stage(u32 smem, u32 stage, u32 lane) {
     const u32 empty = smem + kEmptyOffset + stage * 8;
@@ -615,17 +639,18 @@ __device__ __forceinline__ void release_stage(u32 smem, u32 stage, u32 lane) {
 }
 
 // All K blocks of one tile. A warpgroup waits for its own WGMMAs before it promotes them; the other
-// warpgroups keep the tensor cores busy meanwhile.
+// warpgroups keep the tensor cores busy meanwhile. (Unrolled, tiles that straddle scale blocks would spill.)
 __device__ __forceinline__ void accumulate_tile(float (&sum)[kNumWaves][kAccRegisters], const Work& work,
                                                 Stage& stage, u32 smem, u32 warpgroup, u32 sfa_lane,
                                                 u32 crossed, u32 lane) {
-#pragma unroll 1
-    for (u32 block = work.k_begin; block < work.k_end; ++block, stage.advance()) {
+    bool known = false;
+#pragma unroll 4
+    for (u32 block = work.k_begin; block < work.k_end; ++block) {
         const u32 a = smem + stage.index * kAStageBytes + warpgroup * kWarpgroupM * kBlockK;
         const u32 b = smem + kBOffset + stage.index * kBStageBytes;
         const u32 sfa = sfa_lane + stage.index * kSfaStageBytes;
         const u32 sfb = smem + kSfbOffset + stage.index * kSfbStageBytes;
-        mbarrier_wait(smem + kFullOffset + stage.index * 8, stage.parity);
+        wait_for_operands(smem, stage, known);
         Scales scales[kNumWaves];
 #pragma unroll
         for (u32 wave = 0; wave < kNumWaves; ++wave) scales[wave].load(sfa + wave * 256, sfb);
@@ -635,7 +660,11 @@ __device__ __forceinline__ void accumulate_tile(float (&sum)[kNumWaves][kAccRegi
             issue_k_block(partial, a + wave * 64 * kBlockK, b);
             wgmma_wait<0>();
             pin_registers(partial);
-            if (wave + 1 == kNumWaves) release_stage(smem, stage.index, lane);
+            if (wave + 1 == kNumWaves) {
+                release_stage(smem, stage.index, lane);
+                stage.advance();
+                known = is_full(smem, stage);
+            }
             promote(sum[wave], partial, scales[wave], crossed);
         }
     }

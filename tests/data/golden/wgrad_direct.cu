@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 92c59254e0dd3e7d0a7be35097d2cf73a984dcfe5c9107d054ffba691aee025a
+// Body SHA-256: 4db307b3eeae97d465f4eb41d05cf2cf149983ef82ba5e6a4c0925ea3dc687cf
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -120,6 +120,19 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
         "DONE:\n}" ::"r"(barrier),
         "r"(parity)
         : "memory");
+}
+
+// Whether that phase has ended, without waiting.
+__device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
 }
 
 // ---- asynchronous copies.
@@ -577,6 +590,17 @@ __device__ __forceinline__ void issue_k_block(float (&partial)[kAccRegisters], u
     pin_registers(partial);
 }
 
+// Whether the operands of a stage are there. With one accumulator a warpgroup asks before it promotes the K
+// block before: the answer takes a while, and is there when the next WGMMAs could start.
+__device__ __forceinline__ bool is_full(u32 smem, const Stage& stage) {
+    return mbarrier_test(smem + kFullOffset + stage.index * 8, stage.parity);
+}
+
+// Waits until they are, unless that is known.
+__device__ __forceinline__ void wait_for_operands(u32 smem, const Stage& stage, bool known = false) {
+    if (!known) mbarrier_wait(smem + kFullOffset + stage.index * 8, stage.parity);
+}
+
 // Gives a stage back to every producer that may write it.
 __device__ __forceinline__ void release_stage(u32 smem, u32 stage, u32 lane) {
     const u32 empty = smem + kEmptyOffset + stage * 8;
@@ -584,55 +608,43 @@ __device__ __forceinline__ void release_stage(u32 smem, u32 stage, u32 lane) {
 }
 
 // Recipe "vector": element (row, column) of a K block counts scale of A's row * scale of B's column. That is a
-// multiplication more for each element than where columns share a scale. It needs nothing of the tensor cores:
-// the products of the first kAheadGroups groups of 8 columns, as many as registers are left for, are made
-// while the block's WGMMAs run.
-constexpr u32 kAheadGroups = 6;
+// multiplication more for each element than where columns share a scale. The columns' scales of the first
+// kHeldGroups groups of 8 columns, as many as registers are left for, are read while the block's WGMMAs run, so that
+// nothing behind the wait comes from memory; those of the others follow then.
+constexpr u32 kHeldGroups = 14;
 
-// The scales of a K block: those of this thread's two rows, and where its first two columns' are.
+// The scales of a K block: those of this thread's two rows and of its two columns in each group of 8.
 struct Scales {
     float upper, lower;
+    float2 held[kHeldGroups ? kHeldGroups : 1];
     u32 columns;
 
-    __device__ __forceinline__ void load(u32 sfa_row, u32 sfb_lane) {
+    __device__ __forceinline__ void load_rows(u32 sfa_row) {
         upper = load_shared_float(sfa_row);
         lower = load_shared_float(sfa_row + 32);
+    }
+
+    __device__ __forceinline__ void load_columns(u32 sfb_lane) {
         columns = sfb_lane;
-    }
-
-    // The four products of a group of 8 columns.
-    __device__ __forceinline__ float4 products(u32 group) const {
-        const float2 column = load_shared_float2(columns + group * 32);
-        return make_float4(upper * column.x, upper * column.y, lower * column.x, lower * column.y);
-    }
-};
-
-// Products that are there before the sums are.
-struct Ahead {
-    float values[kAheadGroups ? 4 * kAheadGroups : 1];
-
-    __device__ __forceinline__ void make(const Scales& scales) {
 #pragma unroll
-        for (u32 i = 0; i < kAheadGroups; ++i) {
-            const float4 s = scales.products(i);
-            values[4 * i + 0] = s.x, values[4 * i + 1] = s.y, values[4 * i + 2] = s.z, values[4 * i + 3] = s.w;
-        }
-        if constexpr (kAheadGroups > 0) pin_registers(values);
+        for (u32 i = 0; i < kHeldGroups; ++i) held[i] = load_shared_float2(columns + i * 32);
+    }
+
+    __device__ __forceinline__ float2 of_columns(u32 group) const {
+        return group < kHeldGroups ? held[group] : load_shared_float2(columns + group * 32);
     }
 };
 
 // sum += scales * partial.
 __device__ __forceinline__ void promote(float (&sum)[kAccRegisters], float (&partial)[kAccRegisters],
-                                        const Scales& scales, const Ahead& ahead) {
+                                        const Scales& scales) {
 #pragma unroll
     for (u32 i = 0; i < kNumGroups; ++i) {
-        const float4 s = i < kAheadGroups ? make_float4(ahead.values[4 * i + 0], ahead.values[4 * i + 1],
-                                                        ahead.values[4 * i + 2], ahead.values[4 * i + 3])
-                                          : scales.products(i);
-        sum[4 * i + 0] += s.x * partial[4 * i + 0];
-        sum[4 * i + 1] += s.y * partial[4 * i + 1];
-        sum[4 * i + 2] += s.z * partial[4 * i + 2];
-        sum[4 * i + 3] += s.w * partial[4 * i + 3];
+        const float2 column = scales.of_columns(i);
+        sum[4 * i + 0] += scales.upper * column.x * partial[4 * i + 0];
+        sum[4 * i + 1] += scales.upper * column.y * partial[4 * i + 1];
+        sum[4 * i + 2] += scales.lower * column.x * partial[4 * i + 2];
+        sum[4 * i + 3] += scales.lower * column.y * partial[4 * i + 3];
     }
 }
 
@@ -641,26 +653,30 @@ __device__ __forceinline__ void promote(float (&sum)[kAccRegisters], float (&par
 __device__ __forceinline__ void accumulate_tile(float (&sum)[kNumWaves][kAccRegisters], const Work& work,
                                                 Stage& stage, u32 smem, u32 warpgroup, u32 sfa_lane, u32 lane) {
     const u32 sfb_lane = smem + kSfbOffset + lane % 4 * 8;
+    bool known = false;
 #pragma unroll 1
-    for (u32 block = work.k_begin; block < work.k_end; ++block, stage.advance()) {
-        const u32 a = smem + stage.index * kAStageBytes + warpgroup * kWarpgroupM * kBlockK;
-        const u32 b = smem + kBOffset + stage.index * kBStageBytes;
-        mbarrier_wait(smem + kFullOffset + stage.index * 8, stage.parity);
+    for (u32 block = work.k_begin; block < work.k_end; ++block) {
+        const u32 held = stage.index;
+        const u32 a = smem + held * kAStageBytes + warpgroup * kWarpgroupM * kBlockK;
+        const u32 b = smem + kBOffset + held * kBStageBytes;
+        wait_for_operands(smem, stage, known);
 #pragma unroll
         for (u32 wave = 0; wave < kNumWaves; ++wave) {
             float partial[kAccRegisters];
             Scales scales;
-            Ahead ahead;
-            scales.load(sfa_lane + stage.index * kSfaStageBytes + wave * 256, sfb_lane + stage.index * kSfbStageBytes);
+            scales.load_rows(sfa_lane + held * kSfaStageBytes + wave * 256);
             issue_k_block(partial, a + wave * 64 * kBlockK, b);
-            if constexpr (kAheadGroups > 0) wgmma_wait<1>();  // waits for nothing, and keeps what follows here
-            ahead.make(scales);
+            scales.load_columns(sfb_lane + held * kSfbStageBytes);
             wgmma_wait<0>();
             pin_registers(partial);
-            const bool is_read = kAheadGroups == kNumGroups;
-            if (is_read && wave + 1 == kNumWaves) release_stage(smem, stage.index, lane);
-            promote(sum[wave], partial, scales, ahead);
-            if (!is_read && wave + 1 == kNumWaves) release_stage(smem, stage.index, lane);
+            const bool is_last = wave + 1 == kNumWaves, is_read = kHeldGroups == kNumGroups;
+            if (is_last && is_read) release_stage(smem, held, lane);
+            if (is_last) {
+                stage.advance();
+                known = is_full(smem, stage);
+            }
+            promote(sum[wave], partial, scales);
+            if (is_last && !is_read) release_stage(smem, held, lane);
         }
     }
 }

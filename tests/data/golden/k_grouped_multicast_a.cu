@@ -4,7 +4,7 @@
 // block_n = 96
 // num_stages = 4
 // num_math_warpgroups = 2
-// num_accumulators = 2
+// num_accumulators = 1
 // cluster_m = 1
 // cluster_n = 2
 // split_k = 1
@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 872a04b80b2ac36d09aa864ad003839f6f4fd25136dbadb0b4cdf2f8a763c968
+// Body SHA-256: 0d649493ee06f9cc5ecc4c4353ba820b63246e3765f0a59c46e64c0f8f709fcb
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -132,6 +132,19 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
         "DONE:\n}" ::"r"(barrier),
         "r"(parity)
         : "memory");
+}
+
+// Whether that phase has ended, without waiting.
+__device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
 }
 
 // ---- asynchronous copies.
@@ -716,6 +729,17 @@ __device__ __forceinline__ void issue_k_block(float (&partial)[kAccRegisters], u
     pin_registers(partial);
 }
 
+// Whether the operands of a stage are there. With one accumulator a warpgroup asks before it promotes the K
+// block before: the answer takes a while, and is there when the next WGMMAs could start.
+__device__ __forceinline__ bool is_full(u32 smem, const Stage& stage) {
+    return mbarrier_test(smem + kFullOffset + stage.index * 8, stage.parity);
+}
+
+// Waits until they are, unless that is known.
+__device__ __forceinline__ void wait_for_operands(u32 smem, const Stage& stage, bool known = false) {
+    if (!known) mbarrier_wait(smem + kFullOffset + stage.index * 8, stage.parity);
+}
+
 // Gives a stage back to every producer that may write it.
 __device__ __forceinline__ void release_stage(u32 smem, u32 stage, u32 lane) {
     const u32 empty = smem + kEmptyOffset + stage * 8;
@@ -723,106 +747,76 @@ __device__ __forceinline__ void release_stage(u32 smem, u32 stage, u32 lane) {
 }
 
 // Recipe "vector": element (row, column) of a K block counts scale of A's row * scale of B's column. That is a
-// multiplication more for each element than where columns share a scale. It needs nothing of the tensor cores:
-// the products of the first kAheadGroups groups of 8 columns, as many as registers are left for, are made
-// while the block's WGMMAs run.
-constexpr u32 kAheadGroups = 12;
+// multiplication more for each element than where columns share a scale. The columns' scales of the first
+// kHeldGroups groups of 8 columns, as many as registers are left for, are read while the block's WGMMAs run, so that
+// nothing behind the wait comes from memory; those of the others follow then.
+constexpr u32 kHeldGroups = 12;
 
-// The scales of a K block: those of this thread's two rows, and where its first two columns' are.
+// The scales of a K block: those of this thread's two rows and of its two columns in each group of 8.
 struct Scales {
     float upper, lower;
+    float2 held[kHeldGroups ? kHeldGroups : 1];
     u32 columns;
 
-    __device__ __forceinline__ void load(u32 sfa_row, u32 sfb_lane) {
+    __device__ __forceinline__ void load_rows(u32 sfa_row) {
         upper = load_shared_float(sfa_row);
         lower = load_shared_float(sfa_row + 32);
+    }
+
+    __device__ __forceinline__ void load_columns(u32 sfb_lane) {
         columns = sfb_lane;
-    }
-
-    // The four products of a group of 8 columns.
-    __device__ __forceinline__ float4 products(u32 group) const {
-        const float2 column = load_shared_float2(columns + group * 32);
-        return make_float4(upper * column.x, upper * column.y, lower * column.x, lower * column.y);
-    }
-};
-
-// Products that are there before the sums are.
-struct Ahead {
-    float values[kAheadGroups ? 4 * kAheadGroups : 1];
-
-    __device__ __forceinline__ void make(const Scales& scales) {
 #pragma unroll
-        for (u32 i = 0; i < kAheadGroups; ++i) {
-            const float4 s = scales.products(i);
-            values[4 * i + 0] = s.x, values[4 * i + 1] = s.y, values[4 * i + 2] = s.z, values[4 * i + 3] = s.w;
-        }
-        if constexpr (kAheadGroups > 0) pin_registers(values);
+        for (u32 i = 0; i < kHeldGroups; ++i) held[i] = load_shared_float2(columns + i * 32);
+    }
+
+    __device__ __forceinline__ float2 of_columns(u32 group) const {
+        return group < kHeldGroups ? held[group] : load_shared_float2(columns + group * 32);
     }
 };
 
 // sum += scales * partial.
 __device__ __forceinline__ void promote(float (&sum)[kAccRegisters], float (&partial)[kAccRegisters],
-                                        const Scales& scales, const Ahead& ahead) {
+                                        const Scales& scales) {
 #pragma unroll
     for (u32 i = 0; i < kNumGroups; ++i) {
-        const float4 s = i < kAheadGroups ? make_float4(ahead.values[4 * i + 0], ahead.values[4 * i + 1],
-                                                        ahead.values[4 * i + 2], ahead.values[4 * i + 3])
-                                          : scales.products(i);
-        sum[4 * i + 0] += s.x * partial[4 * i + 0];
-        sum[4 * i + 1] += s.y * partial[4 * i + 1];
-        sum[4 * i + 2] += s.z * partial[4 * i + 2];
-        sum[4 * i + 3] += s.w * partial[4 * i + 3];
+        const float2 column = scales.of_columns(i);
+        sum[4 * i + 0] += scales.upper * column.x * partial[4 * i + 0];
+        sum[4 * i + 1] += scales.upper * column.y * partial[4 * i + 1];
+        sum[4 * i + 2] += scales.lower * column.x * partial[4 * i + 2];
+        sum[4 * i + 3] += scales.lower * column.y * partial[4 * i + 3];
     }
 }
 
-// One K block on its way through the tensor cores.
-struct Block {
-    float partial[kAccRegisters];
-    Scales scales;
-    u32 stage;
-
-    // Waits for the operands in the next stage and issues the WGMMAs.
-    __device__ __forceinline__ void start(Stage& next, u32 smem, u32 warpgroup, u32 sfa_lane, u32 sfb_lane) {
-        stage = next.index;
-        mbarrier_wait(smem + kFullOffset + stage * 8, next.parity);
-        scales.load(sfa_lane + stage * kSfaStageBytes, sfb_lane + stage * kSfbStageBytes);
-        issue_k_block(partial, smem + stage * kAStageBytes + warpgroup * kWarpgroupM * kBlockK,
-                      smem + kBOffset + stage * kBStageBytes);
-        next.advance();
-    }
-
-    // Waits until at most kPending later blocks are on their way, then adds this one to the sum.
-    template <u32 kPending>
-    __device__ __forceinline__ void finish(float (&sum)[kAccRegisters], u32 smem, u32 lane) {
-        Ahead ahead;
-        if constexpr (kAheadGroups > 0) wgmma_wait<kPending + 1>();
-        ahead.make(scales);
-        wgmma_wait<kPending>();
-        pin_registers(partial);
-        promote(sum, partial, scales, ahead);
-        release_stage(smem, stage, lane);
-    }
-};
-
-// All K blocks of one tile, two at a time: the second block's WGMMAs run while the first is promoted.
-// Both are waited for at the bottom: ptxas serialises WGMMA whose accumulators are in flight across a
-// loop's back edge (C7514).
+// All K blocks of one tile. A warpgroup waits for its own WGMMAs before it promotes them; the other
+// warpgroups keep the tensor cores busy meanwhile. A stage goes back once its scales are read as well.
 __device__ __forceinline__ void accumulate_tile(float (&sum)[kNumWaves][kAccRegisters], const Work& work,
                                                 Stage& stage, u32 smem, u32 warpgroup, u32 sfa_lane, u32 lane) {
     const u32 sfb_lane = smem + kSfbOffset + lane % 4 * 8;
-    u32 block = work.k_begin;
+    bool known = false;
 #pragma unroll 1
-    for (; block + 1 < work.k_end; block += 2) {
-        Block first, second;
-        first.start(stage, smem, warpgroup, sfa_lane, sfb_lane);
-        second.start(stage, smem, warpgroup, sfa_lane, sfb_lane);
-        first.finish<1>(sum[0], smem, lane);
-        second.finish<0>(sum[0], smem, lane);
-    }
-    if (block < work.k_end) {
-        Block last;
-        last.start(stage, smem, warpgroup, sfa_lane, sfb_lane);
-        last.finish<0>(sum[0], smem, lane);
+    for (u32 block = work.k_begin; block < work.k_end; ++block) {
+        const u32 held = stage.index;
+        const u32 a = smem + held * kAStageBytes + warpgroup * kWarpgroupM * kBlockK;
+        const u32 b = smem + kBOffset + held * kBStageBytes;
+        wait_for_operands(smem, stage, known);
+#pragma unroll
+        for (u32 wave = 0; wave < kNumWaves; ++wave) {
+            float partial[kAccRegisters];
+            Scales scales;
+            scales.load_rows(sfa_lane + held * kSfaStageBytes + wave * 256);
+            issue_k_block(partial, a + wave * 64 * kBlockK, b);
+            scales.load_columns(sfb_lane + held * kSfbStageBytes);
+            wgmma_wait<0>();
+            pin_registers(partial);
+            const bool is_last = wave + 1 == kNumWaves, is_read = kHeldGroups == kNumGroups;
+            if (is_last && is_read) release_stage(smem, held, lane);
+            if (is_last) {
+                stage.advance();
+                known = is_full(smem, stage);
+            }
+            promote(sum[wave], partial, scales);
+            if (is_last && !is_read) release_stage(smem, held, lane);
+        }
     }
 }
 
