@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,26 @@ def why_no_hopper() -> str | None:
         name = torch.cuda.get_device_name()
         return f"needs a Hopper GPU (compute capability 9.0): {name} has {capability}"
     return None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Small operations: handing them to threads on a busy machine costs far more than it gains.
+
+    Holds for children too. GPU tests, whose references are large, are left alone.
+    """
+    if request.path.relative_to(HERE).parts[0] == "gpu":
+        yield
+        return
+    torch = sys.modules.get("torch")  # not all need it
+    before = torch.get_num_threads() if torch else 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        if torch:
+            torch.set_num_threads(1)
+        yield
+    if torch:
+        torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session", autouse=True)

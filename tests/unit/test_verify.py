@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -43,15 +43,6 @@ LAST_BLOCK = PROBLEM.num_k_blocks - 1
 @pytest.fixture(scope="module")
 def case() -> Case:
     return Case(PROBLEM, CPU)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Small operations: handing them to threads on a busy machine costs far more than it gains."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def neighbours_row_scale(scales: torch.Tensor, block: int) -> torch.Tensor:

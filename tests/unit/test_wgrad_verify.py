@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +19,6 @@ from kgen.wgrad_verify import verify_k_grouped, verify_wgrad
 ONE = GemmProblem.of("wgrad", 200, 136, 912)
 GROUPS = GemmProblem.of("k_grouped", 136, 72, 256, groups=5)
 Launch = Callable[..., None]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["adds", "writes"])
