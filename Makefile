@@ -3,11 +3,13 @@
 #   VENV=0             use the Python at hand (PYTHON=...) as it is; install nothing
 #   SHAPES=FILE        what `make tune` tunes            TUNE_ARGS="--budget 420"
 #   TESTS="tests/unit" what `make test` runs             TEST_ARGS="-k config"
+#   TEST_JOBS=N        processes of `make test`; 0: one after another. GPU tests share one of them
 
 SHAPES ?= shapes/deepseek_v3.txt
 TUNE_ARGS ?=
 TESTS ?= tests
 TEST_ARGS ?=
+TEST_JOBS ?= auto
 VENV ?= .venv
 PYTHON ?= python3
 
@@ -25,7 +27,7 @@ tune: $(READY)
 	$(PY) -m kgen.cli.main tune --shapes $(SHAPES) $(TUNE_ARGS)
 
 test: $(READY)
-	$(PY) -m pytest $(TESTS) $(TEST_ARGS)
+	$(PY) -m pytest -n $(TEST_JOBS) --dist loadgroup $(TESTS) $(TEST_ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

@@ -22,6 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if tier in TIERS:
             item.add_marker(getattr(pytest.mark, tier))
         if tier == "gpu":
+            item.add_marker(pytest.mark.xdist_group("gpu"))  # one process has the device to itself
             if not asked:  # asked once, and only here: importing torch costs a second
                 asked, missing = True, why_no_hopper()
             if missing:

@@ -80,7 +80,8 @@ def _rows(results: dict[str, Any]) -> str:
     others = [name for name in results["providers"] if name != KGEN]
     several = peers_of(results) if len(peers_of(results)) > 1 else []
     floor = "floor" in results
-    headings = ["M", "N", "K", "kgen µs", "p10–p90", "TFLOPS", "GB/s"]
+    kinds = any(row["problem"].get("kind", "dense") != "dense" for row in results["rows"])
+    headings = ["kind", "groups"] * kinds + ["M", "N", "K", "kgen µs", "p10–p90", "TFLOPS", "GB/s"]
     headings += ["floor µs", "over floor"] if floor else []
     headings += [OVER_BEST, "speedup"] if several else []
     for name in others:
@@ -88,7 +89,8 @@ def _rows(results: dict[str, Any]) -> str:
         headings += [] if several else ["speedup"]
     lines = [headings, ["--:"] * len(headings)]
     for row in results["rows"]:
-        cells = _own_cells(row)
+        problem = GemmProblem(**row["problem"])
+        cells = [problem.kind, str(problem.groups)] * kinds + _own_cells(row)
         cells += _floor_cells(row) if floor else []
         cells += _best_cells(row, several) if several else []
         # Beside the best peer's ratio the others' would make the table too wide.
@@ -173,22 +175,32 @@ def update(text: str, results: Path) -> str:
     return _TABLE.sub(replaced, text)
 
 
+def pages() -> list[Path]:
+    """The README and the pages under docs."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when the README agrees with the results, or now does; 1 when --check finds it does not."""
+    """0 when the pages agree with the results, or now do; 1 when --check finds they do not."""
     parser = argparse.ArgumentParser(description=__doc__, usage="%(prog)s [--check]")
     parser.add_argument("--check", action="store_true", help="change nothing")
-    parser.add_argument("--page", type=Path, default=ROOT / "README.md", help="the page to update")
+    parser.add_argument(
+        "--page", type=Path, action="append", help="a page to update (default: README and docs)"
+    )
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="the result files")
     args = parser.parse_args(argv)
-    before = args.page.read_text()
-    after = update(before, args.results)
-    if before == after:
-        return 0
-    if args.check:
-        print(f"{args.page} differs from {args.results}: run python tools/readme_tables.py")
-        return 1
-    args.page.write_text(after)
-    return 0
+    differing = False
+    for page in args.page or pages():
+        before = page.read_text()
+        after = update(before, args.results)
+        if before == after:
+            continue
+        if args.check:
+            print(f"{page} differs from {args.results}: run python tools/readme_tables.py")
+            differing = True
+        else:
+            page.write_text(after)
+    return int(differing)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,15 @@ from kgen.bench.summary import KGEN
 from kgen.errors import KgenError, LaunchError, UsageError
 from kgen.grouped_cases import GroupedCase, GroupedRun
 from kgen.grouped_verify import check_runs, verify_grouped
+from kgen.problem import round_up
 from kgen.runtime.dispatch import Dispatcher
 from kgen.runtime.grouped_kernel import GroupedKernel
 from kgen.verify import Verified
 
 Tensors = tuple[torch.Tensor, ...]
+#: DeepGEMM stores whole tiles, of up to so many rows, over whatever stands behind a masked group's
+#: rows: its callers leave room for them, and so does the bench.
+PEER_ROWS: Final = 128
 #: Computes D: function(a, sfa, b, sfb, d, layout, expected rows of a group).
 Function = Callable[..., object]
 
@@ -169,7 +173,10 @@ class GroupedPeer:
         if problem.kind == "contiguous" and not run.grouping.by_index:
             raise ValueError(f"m={problem.m}: takes groups of whole 128 rows")
         inputs, layout = case.inputs(run), run.grouping.layout
-        d = case.empty(run)
+        d, details = case.empty(run), self.details
+        if problem.kind == "masked" and problem.m % PEER_ROWS:
+            inputs, d = _with_room(inputs, d)
+            details = {**details, "rows_a_group": d.shape[1]}
 
         def call() -> object:
             return function(*inputs, d, layout, problem.m)
@@ -177,7 +184,7 @@ class GroupedPeer:
         def launch(tensors: Any, by_index: bool) -> None:
             d.fill_(float("nan"))  # new memory may hold another provider's right result
             call()
-            tensors[4].copy_(d)
+            tensors[4].copy_(d[:, : problem.m] if problem.kind == "masked" else d)
 
         try:
             verified = _verified(launch, case, run)
@@ -185,7 +192,21 @@ class GroupedPeer:
             raise
         except Exception as error:
             raise RuntimeError(words(error)) from error
-        return Ready(verified, call, self.details)
+        return Ready(verified, call, details)
+
+
+def _with_room(inputs: Tensors, d: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """The same with rows behind those of each group, up to a multiple of PEER_ROWS."""
+    a, sfa, b, sfb = inputs
+    groups, m, k = a.shape
+    rows = round_up(m, PEER_ROWS)
+    wide = torch.zeros(groups, rows, k, dtype=a.dtype, device=a.device)
+    wide[:, :m] = a
+    if sfa is not None:
+        scales = torch.ones(groups, sfa.shape[2], rows, device=a.device).transpose(1, 2)
+        scales[:, :m] = sfa
+        sfa = scales
+    return (wide, sfa, b, sfb), d.new_empty(groups, rows, d.shape[2])
 
 
 def _verified(launch: Any, case: GroupedCase, run: GroupedRun) -> Verified:

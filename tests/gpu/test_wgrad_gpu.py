@@ -222,7 +222,7 @@ def test_clusters_do_not_straddle_groups(
     configs = [
         replace(tile, cluster_m=cluster_m, cluster_n=3 - cluster_m, d_staging=staging)
         for cluster_m in (1, 2)
-        for tile in (GemmConfig(), GemmConfig(block_n=96, num_accumulators=2))
+        for tile in (GemmConfig(), GemmConfig(block_m=192, block_n=96, num_math_warpgroups=3))
         for staging in ("own", "direct")
     ]
     kernels.prefetch((problem, config) for config in configs)

@@ -89,6 +89,22 @@ def test_a_peer_finds_no_result_of_another_in_its_output() -> None:
     peer.ready(GroupedCase(MASKED, "cpu"))
 
 
+def test_masked_groups_have_room_for_whole_tiles() -> None:
+    """A package that writes 128 rows from each group's start on is right, with the room it needs."""
+
+    def whole_tiles(lhs: Any, rhs: Any, out: torch.Tensor, counts: torch.Tensor, rows: int) -> None:
+        groups, room = out.shape[:2]
+        assert rows == MASKED.m
+        assert lhs[0].shape[:2] == lhs[1].shape[:2] == (groups, room)
+        assert room % 128 == lhs[1].stride(2) % 128 == 0
+        masked(lhs, rhs, out, torch.full_like(counts, room), rows)
+
+    peer = grouped_peer("dg", package(m_grouped_gemm_fp8_fp8_bf16_nt_masked=whole_tiles))
+    ready = peer.ready(GroupedCase(MASKED, "cpu"))
+    assert ready.details["rows_a_group"] == 128
+    assert 0 < ready.verified.max_tile_error < 4e-3
+
+
 def test_what_a_package_can_not_do() -> None:
     with pytest.raises(LookupError, match="has none of m_grouped_fp8_gemm_nt_contiguous"):
         grouped_peer("dg", package())
