@@ -90,7 +90,7 @@ def test_a_peer_finds_no_result_of_another_in_its_output() -> None:
 
 
 def test_masked_groups_have_room_for_whole_tiles() -> None:
-    """A package that writes 128 rows from each group's start on is right, with the room it needs."""
+    """A package that writes 128 rows from a group's start is right, with room for them."""
 
     def whole_tiles(lhs: Any, rhs: Any, out: torch.Tensor, counts: torch.Tensor, rows: int) -> None:
         groups, room = out.shape[:2]
