@@ -143,6 +143,15 @@ class TuningDatabase:
             where.append(trials.c.status.in_(list(statuses)))
         return self._trials(where)
 
+    def trial(self, number: int) -> TrialRow:
+        """The trial with this id. Raises DatabaseError where there is none."""
+        found = self._trials([trials.c.id == number])
+        if not found:
+            raise DatabaseError(
+                f"{self.where} has no trial {number}: `kgen explain PROBLEM` lists the ids"
+            )
+        return found[0]
+
     def _trials(self, where: list[ColumnElement[bool]]) -> list[TrialRow]:
         return self._all(select(trials).where(*where).order_by(trials.c.id), rows.trial_row)
 

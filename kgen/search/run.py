@@ -133,6 +133,8 @@ class Run:
         measured: Measured,
         predicted_us: float,
         stage: str,
+        *,
+        source: str = "tuned",
     ) -> None:
         """Append a verified time."""
         self._record(
@@ -140,6 +142,7 @@ class Run:
             cubin.config,
             cubin.key,
             status="ok",
+            source=source,
             verified=True,
             error=measured.error,
             median_us=measured.median_us,
@@ -153,14 +156,25 @@ class Run:
         )
 
     def record_failure(
-        self, problem: GemmProblem, config: GemmConfig, status: str, reason: str
+        self,
+        problem: GemmProblem,
+        config: GemmConfig,
+        status: str,
+        reason: str,
+        *,
+        cubin_key: str | None = None,
+        source: str = "tuned",
     ) -> None:
-        """Append a candidate that did not get as far as a time."""
+        """Append a candidate that did not get as far as a time.
+
+        `cubin_key` is the key of a cubin that is not the one this configuration gives today.
+        """
         self._record(
             problem,
             config,
-            self._key_or_nothing(problem, config),
+            self._key_or_nothing(problem, config) if cubin_key is None else cubin_key,
             status=status,
+            source=source,
             reason=reason[:_MAX_REASON],
             provenance=self._provenance({}),
         )

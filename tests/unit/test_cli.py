@@ -40,7 +40,10 @@ from kgen.settings import Settings
 ROOT = Path(__file__).parents[2]
 PROBLEM = GemmProblem("dense", 64, 2112, 7168)
 LINE = "dense m=64 n=2112 k=7168"
-COMMANDS = ("tune", "best", "show", "render", "bench", "shapes", "misses", "db", "doctor")
+COMMANDS = (
+    *("tune", "best", "show", "render", "run-trial"),
+    *("bench", "shapes", "misses", "db", "doctor"),
+)
 #: Options whose help has no default to state: they choose what is done, or are needed.
 NO_DEFAULT = {"--shapes", "--source", "--ptx", "--sass", "--config", "--help"}
 

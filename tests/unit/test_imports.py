@@ -21,7 +21,7 @@ PACKAGE = ROOT / "kgen"
 
 #: Layers from the lowest; a layer's groups; a group's modules, of which each may use the former.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors settings",),
+    ("errors settings intervals",),
     ("problem device config validity shapes shape_writer model_configs model_shapes",),
     (
         "model space heuristic",
@@ -57,7 +57,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "search.plan search.gpu_worker search.compile_pool search.builder search.gpu_body "
         "search.gpu_backend search.run search.session search.offline search.campaign search.tune "
-        "search.recheck",
+        "search.gpu_run search.recheck search.rerun",
         "runtime.counting runtime.dispatch runtime.plain runtime.cast_launch "
         "runtime.turn runtime.swiglu runtime.casts runtime.routing "
         "runtime.moe runtime.copies runtime.calls runtime.grouped runtime.bf16 runtime.dgrad "
@@ -65,7 +65,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("bench",),  # nn, compat, serve: to come
     (
-        "cli.output cli.arguments cli.progress cli.tune cli.best cli.show cli.render cli.host_cost "
+        "cli.output cli.arguments cli.progress cli.tune cli.best cli.show cli.render cli.run_trial "
+        "cli.host_cost "
         "cli.cast_speed "
         "cli.bench cli.shapes cli.misses cli.db_bundles cli.db cli.doctor cli.main",
     ),

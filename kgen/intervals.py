@@ -1,0 +1,53 @@
+"""How sure is a median? `median_interval`: bounds that hold whatever the values' distribution.
+
+Takes sorted values, gives bounds and how often such bounds enclose the true median: the k-th value
+from below and from above do with a probability that the binomial distribution gives exactly.
+Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb
+from typing import Final, NamedTuple
+
+#: Coverage that an interval has at least.
+COVERAGE: Final = 0.95
+
+
+class Interval(NamedTuple):
+    """Bounds of a median, and the probability that they enclose it."""
+
+    low: float
+    high: float
+    coverage: float
+
+    def overlaps(self, other: Interval) -> bool:
+        """Whether a value lies in both."""
+        return self.low <= other.high and other.low <= self.high
+
+
+def median_interval(ordered: Sequence[float], coverage: float = COVERAGE) -> Interval | None:
+    """The narrowest pair of order statistics around the median that covers it often enough.
+
+    `ordered` ascends. None where even the outermost pair does not: below 6 values for 95 %.
+    """
+    count = len(ordered)
+    outside = 0.0  # probability that fewer than k values lie below the median
+    found = None
+    for k in range(1, count // 2 + 1):
+        outside += comb(count, k - 1) / 2**count
+        if 1 - 2 * outside < coverage:
+            break
+        found = Interval(ordered[k - 1], ordered[count - k], 1 - 2 * outside)
+    return found
+
+
+def ratio_interval(over: Sequence[float], under: Sequence[float]) -> Interval | None:
+    """Bounds of the median of `over` / `under`, taken in pairs: rounds that alternated.
+
+    None for too few of them, or numbers that differ.
+    """
+    if len(over) != len(under):
+        return None
+    return median_interval(sorted(a / b for a, b in zip(over, under, strict=True)))
