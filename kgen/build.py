@@ -1,7 +1,7 @@
 """From a problem and a configuration to a cubin: render, compile, patch, behind the store.
 
-Takes a compiler and an artifact store, gives a `Cubin`, or a `PlainCubin` of a kernel beside the
-GEMM; the one place that joins those stages.
+Takes a compiler and an artifact store, gives a `Cubin`, of a source by hand as well, or a
+`PlainCubin` of a kernel beside the GEMM; the one place that joins those stages.
 Never launches anything. Must not import torch, the CUDA driver, search or runtime.
 """
 
@@ -16,11 +16,13 @@ from kgen.cache.artifacts import Artifact, ArtifactStore
 from kgen.cache.keys import cubin_key
 from kgen.compiler import DEFAULT_TIMEOUT_S, Compiled, Compiler, compile_source
 from kgen.config import SASS_PASSES, GemmConfig
-from kgen.errors import CompileError
+from kgen.errors import ArtifactError, CompileError
+from kgen.foreign import ForeignSource
 from kgen.problem import GemmProblem
 from kgen.render import PlainSource, Source, render
 
 Render = Callable[[GemmProblem, GemmConfig], Source]
+AnySource = Source | PlainSource | ForeignSource
 #: From the next version on ptxas interleaves by itself.
 LAST_UNINTERLEAVED: Final = (12, 8)
 
@@ -82,6 +84,57 @@ def build(
     return _cubin(artifact, source, problem, from_cache=False)
 
 
+def build_foreign(
+    source: ForeignSource,
+    problem: GemmProblem,
+    compiler: Compiler,
+    store: ArtifactStore,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> Cubin:
+    """The cubin of a source by hand, kept in the store with its text; failures store nothing.
+
+    Its key is never that of a kernel of kgen's, even where nothing was edited. Raises
+    CompileError (its log kept), SassError, CompilerMissing.
+    """
+    sass_pass = source.config.sass_pass
+    key = cubin_key(
+        f"foreign {source.sha256} {source.config.to_dict()}",
+        compiler.flags(),
+        compiler.id,
+        sass_pass,
+        sass.pass_version(sass_pass),
+    )
+    artifact = store.get(key)
+    from_cache = artifact is not None
+    if artifact is None:
+        compiled = _compile(source, compiler, timeout_s, source.name)
+        patched = sass.patch(compiled.cubin, sass_pass)
+        facts = {
+            **_compile_facts(source, compiler, compiled),
+            "foreign": source.name,
+            "config": source.config.to_dict(),
+            "sass_pass": sass_pass,
+            "sass_sites": patched.sites_changed,
+        }
+        artifact = store.put(key, source.text, patched.cubin, compiled.log, facts)
+    return _cubin(artifact, source, problem, from_cache)
+
+
+def stored_foreign(
+    key: str, problem: GemmProblem, config: GemmConfig, store: ArtifactStore
+) -> Cubin:
+    """The cubin of a source by hand that was built before. Raises ArtifactError where it is gone,
+    and for the key of something else."""
+    artifact = store.get(key)
+    facts = artifact.facts if artifact else {}
+    if artifact is None or "foreign" not in facts or facts.get("config") != config.to_dict():
+        raise ArtifactError(
+            f"{store.folder} has no kernel by hand with key {key[:12]}: race its source again"
+        )
+    entry, name = str(facts["entry"]), str(facts["foreign"])
+    return _cubin(artifact, ForeignSource("", "", entry, config, name), problem, from_cache=True)
+
+
 def build_plain(
     source: PlainSource,
     compiler: Compiler,
@@ -130,9 +183,7 @@ def _key(source: Source, compiler: Compiler) -> str:
     )
 
 
-def _compile(
-    source: Source | PlainSource, compiler: Compiler, timeout_s: float, what: str
-) -> Compiled:
+def _compile(source: AnySource, compiler: Compiler, timeout_s: float, what: str) -> Compiled:
     """`what` says in an error's message which kernel did not compile."""
     try:
         return compile_source(source.text, compiler, timeout_s=timeout_s, entry=source.entry)
@@ -153,9 +204,7 @@ def _facts(
     }
 
 
-def _compile_facts(
-    source: Source | PlainSource, compiler: Compiler, compiled: Compiled
-) -> dict[str, Any]:
+def _compile_facts(source: AnySource, compiler: Compiler, compiled: Compiled) -> dict[str, Any]:
     return {
         "registers": compiled.registers,
         "spill_bytes": compiled.spill_bytes,
@@ -168,7 +217,9 @@ def _compile_facts(
     }
 
 
-def _cubin(artifact: Artifact, source: Source, problem: GemmProblem, from_cache: bool) -> Cubin:
+def _cubin(
+    artifact: Artifact, source: Source | ForeignSource, problem: GemmProblem, from_cache: bool
+) -> Cubin:
     return Cubin(
         key=artifact.key,
         data=artifact.cubin,

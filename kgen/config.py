@@ -120,6 +120,23 @@ class GemmConfig:
                 raise UsageError(f"{name}={value!r}: expected a value of type {kinds[name]}")
         return cls(**values)
 
+    @classmethod
+    def value_of(cls, name: str, text: str) -> Any:
+        """The value of an axis written as text. Raises UsageError for an unknown name or no number.
+
+        Whether a configuration may have the value, `kgen.validity` says.
+        """
+        example = vars(cls()).get(name)
+        if example is None:
+            names = ", ".join(vars(cls()))
+            raise UsageError(f"{name}={text}: no such axis; expected one of {names}")
+        if not isinstance(example, int):
+            return text
+        try:
+            return int(text)
+        except ValueError:
+            raise UsageError(f"{name}={text}: expected a whole number") from None
+
     def __str__(self) -> str:
         """A short name: the tile, then every other axis that is not at its default."""
         default = GemmConfig()

@@ -41,6 +41,7 @@ class Settings:
     log_level            debug, info, warning, error
     record, misses       shapes files that running programs keep: what they call, and what of it
                          was not tuned; `{pid}` stands for the process; empty: none
+    foreign              whether the runtime may use kernels of sources by hand (`kgen race`)
     """
 
     cache_dir: Path
@@ -53,6 +54,7 @@ class Settings:
     log_level: str = "warning"
     record: str = ""
     misses: str = ""
+    foreign: bool = False
 
     def __post_init__(self) -> None:
         if not _COMPILER.fullmatch(self.compiler):
@@ -110,6 +112,7 @@ class Settings:
             log_level=(env.get("KGEN_LOG_LEVEL") or "warning").lower(),
             record=record,
             misses=misses,
+            foreign=_flag(env, "KGEN_FOREIGN"),
         )
 
 
@@ -124,10 +127,13 @@ def batch_invariant_by_default(env: Mapping[str, str] | None = None) -> bool:
 
     Raises UsageError for another value.
     """
-    env = os.environ if env is None else env
-    value = env.get("KGEN_BATCH_INVARIANT", "").lower()
+    return _flag(os.environ if env is None else env, "KGEN_BATCH_INVARIANT")
+
+
+def _flag(env: Mapping[str, str], name: str) -> bool:
+    value = env.get(name, "").lower()
     if value not in ("", "0", "1", "false", "true"):
-        raise UsageError(f"KGEN_BATCH_INVARIANT={value!r}: expected 1 or 0, true or false")
+        raise UsageError(f"{name}={value!r}: expected 1 or 0, true or false")
     return value in ("1", "true")
 
 

@@ -126,8 +126,8 @@ def prune(database: TuningDatabase, keep: int = KEEP, dry_run: bool = False) -> 
     """Delete timed trials of all but the `keep` fastest cubins of each problem, device and policy,
     and all but as many leading predictions.
 
-    Kept are failures, which are not tried again, outcomes, runs, and what "best" says of every
-    problem under every policy. Raises DatabaseError where the database is no file.
+    Kept are failures, which are not tried again, sources by hand, outcomes, runs, and what "best"
+    says of every problem under every policy. Raises DatabaseError where the database is no file.
     """
     if database.file is None:
         raise DatabaseError(f"{database.where} is no file: only SQLite files are pruned")
@@ -159,7 +159,7 @@ def _doomed(place: list[TrialRow], keep: int) -> list[int]:
     main = next(iter(rows.ranking(place)), None)
     by_policy: dict[str, list[TrialRow]] = defaultdict(list)
     for row in place:
-        if row.status == "ok":
+        if row.status == "ok" and not row.is_foreign:
             by_policy[row.policy].append(row)
     goes: set[int] = set()
     for policy, timed in by_policy.items():

@@ -173,13 +173,23 @@ class TuningDatabase:
         """The fastest of `ranking`, or None when nothing was verified and timed here."""
         return next(iter(self.ranking(problem, device_name, num_sms, policy)), None)
 
-    def best_by_m(
-        self, problem: GemmProblem, device_name: str, num_sms: int, policy: str | None = None
-    ) -> list[TrialRow]:
-        """The best of each M tuned here for the problem's other fields, by growing M."""
+    def rankings_by_m(
+        self,
+        problem: GemmProblem,
+        device_name: str,
+        num_sms: int,
+        policy: str | None = None,
+        *,
+        foreign: bool = False,
+    ) -> list[list[TrialRow]]:
+        """`ranking` of each M timed here for the problem's other fields, by growing M.
+
+        `foreign`: sources by hand as well.
+        """
         where = _at(trials.c, problem, device_name, num_sms, any_m=True)
-        best = _winners(self._trials(where), policy)
-        return sorted(best, key=lambda row: row.problem.m)
+        groups = rows.by_problem_and_device(self._trials(where)).values()
+        rankings = [rows.ranking(group, policy, foreign=foreign) for group in groups]
+        return sorted(filter(None, rankings), key=lambda ranked: ranked[0].problem.m)
 
     def winners(
         self,

@@ -31,7 +31,9 @@ STATUSES: Final = (
 FAILED: Final = frozenset(STATUSES) - {"ok", "compiled"}
 #: Statuses that a candidate can have without ever having run.
 UNVERIFIED: Final = frozenset({"compiled", "compile_failed", "wrong"})
-SOURCES: Final = ("tuned", "predicted")
+SOURCES: Final = ("tuned", "predicted", "foreign")
+#: Sources whose trials may carry a time.
+TIMED_SOURCES: Final = ("tuned", "foreign")
 OUTCOMES: Final = ("tuned", "untunable", "predicted")
 RUN_STATES: Final = ("running", "finished", "interrupted", "failed", "killed")
 #: Outside these a time is not a time: a nanosecond, and an hour, in microseconds.
@@ -89,7 +91,8 @@ class TrialRecord:
     device_name, num_sms   the device's model and SM count; with cubin_key they bound a timing
     cubin_key              of the artifact; empty only where nothing was built
     status, reason         one of STATUSES; the reason of a failure
-    source                 "tuned": this trial ran or was to run; "predicted": only modelled
+    source                 "tuned": this trial ran or was to run; "predicted": only modelled;
+                           "foreign": as tuned, of a source by hand, which is only used if asked for
     verified               the output was compared with the reference and passed
     error                  largest relative Frobenius error of a 128x128 tile
     median_us, p10_us, p90_us   of samples_us, in microseconds: the medians of each round
@@ -146,6 +149,11 @@ class TrialRecord:
         if self.p10_us is None or self.p90_us is None:
             return None
         return self.p90_us - self.p10_us
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it is about a source by hand, not about what the templates give."""
+        return self.source == "foreign"
 
     @property
     def failed(self) -> bool:
@@ -269,7 +277,7 @@ def _check_timed(trial: TrialRecord) -> None:
         return
     if not trial.verified or trial.error is None:
         raise DatabaseError("a timed trial needs a passed verification and its error")
-    if trial.source != "tuned":
+    if trial.source not in TIMED_SOURCES:
         raise DatabaseError(f"a timed trial can not be {trial.source}")
     known = [t for t in times if t is not None]
     if len(known) < len(times) or not trial.samples_us:

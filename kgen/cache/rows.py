@@ -109,13 +109,16 @@ def _problem(row: Mapping[str, Any]) -> GemmProblem:
     return GemmProblem(**{name: row[name] for name in _PROBLEM})
 
 
-def ranking(rows: Iterable[TrialRow], policy: str | None = None) -> list[TrialRow]:
+def ranking(
+    rows: Iterable[TrialRow], policy: str | None = None, *, foreign: bool = False
+) -> list[TrialRow]:
     """One row for each cubin timed, fastest first; all rows are of one problem and one device.
 
     Times of different policies are never mixed: None takes the policy most cubins were timed
-    under, the latest of equals. A cubin that ever was wrong, faulted or hung is left out.
+    under, the latest of equals. A cubin that ever was wrong, faulted or hung is left out; so are
+    those of sources by hand unless `foreign`.
     """
-    rows = list(rows)
+    rows = [row for row in rows if foreign or not row.is_foreign]
     bad = {row.cubin_key for row in rows if row.status in _DISQUALIFYING}
     good = [row for row in rows if row.status == "ok" and row.cubin_key not in bad]
     if policy is None:
@@ -167,7 +170,12 @@ def suggestions(
     rows = list(rows)
     groups = by_problem_and_device(rows)
     here = [key for key in groups if key[1:] == (device_name, num_sms)]
-    settled = {row.config for key in here for row in groups.pop(key) if row.status != "compiled"}
+    settled = {
+        row.config
+        for key in here
+        for row in groups.pop(key)
+        if row.status != "compiled" and not row.is_foreign
+    }
     found: dict[GemmConfig, Suggestion] = {}
     winners = [ranked[0] for group in groups.values() if (ranked := ranking(group))]
     winners.sort(key=lambda row: _strangeness(row, device_name, num_sms))

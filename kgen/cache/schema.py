@@ -40,6 +40,7 @@ from kgen.cache.records import (
     RUN_STATES,
     SOURCES,
     STATUSES,
+    TIMED_SOURCES,
     UNVERIFIED,
 )
 from kgen.config import GemmConfig
@@ -76,7 +77,7 @@ def _between(column: str, low: object, high: object) -> str:
 _TIMED: Final = " AND ".join(
     [
         "status = 'ok'",
-        "source = 'tuned'",
+        _among("source", TIMED_SOURCES),
         "verified IS TRUE",
         *(f"{name} IS NOT NULL" for name in ("error", "p10_us", "p90_us", "samples_us")),
         _between("error", 0, MAX_ERROR),

@@ -38,6 +38,7 @@ _PLACE_FROM: Final = _COLUMNS.index(_PROBLEM[0])
 _CONFIG_FROM: Final = _COLUMNS.index(_CONFIG[0])
 _CONFIG_TO: Final = _CONFIG_FROM + len(_CONFIG)
 _MEDIAN: Final = _COLUMNS.index("median_us")
+_SOURCE: Final = _COLUMNS.index("source")
 _FLAGS: Final = frozenset(f.name for f in fields(GemmProblem) if str(f.type) == "bool")
 
 
@@ -51,9 +52,12 @@ class Suggester:
         self._rows: dict[Raw, list[Raw]] = {}
 
     def look_at(self, found: Iterable[Raw]) -> None:
-        """Note the timed trials. Raises BundleError for more problems than a bundle has."""
+        """Note the timed trials of kgen's own kernels.
+
+        Raises BundleError for more problems than a bundle has.
+        """
         for row in found:
-            if row[_MEDIAN] is None:
+            if row[_MEDIAN] is None or row[_SOURCE] == "foreign":
                 continue
             place, config = row[_PLACE_FROM:_CONFIG_FROM], row[_CONFIG_FROM:_CONFIG_TO]
             times = self._fastest.setdefault(place, {})

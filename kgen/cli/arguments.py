@@ -113,6 +113,34 @@ def add_problem(parser: argparse.ArgumentParser, usage: str) -> None:
     parser.add_argument("problem", metavar="PROBLEM", nargs="*", help=PROBLEM_HELP)
 
 
+def add_set(parser: argparse.ArgumentParser, default: str) -> None:
+    """--set; `default` says what stands where it does not."""
+    parser.add_argument(
+        "--set",
+        metavar="AXIS=VALUE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help=f"values of the configuration, such as block_n=152 (default: {default})",
+    )
+
+
+def set_values(texts: list[str]) -> dict[str, Any]:
+    """The values of --set by axis; raises UsageError for what is no AXIS=VALUE."""
+    from kgen.config import GemmConfig
+
+    values = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--set {text!r}: expected AXIS=VALUE, such as block_n=152")
+        try:
+            values[name] = GemmConfig.value_of(name, value)
+        except UsageError as error:
+            raise UsageError(f"--set {error}") from None
+    return values
+
+
 def positive(text: str) -> int:
     """An argparse type: a whole number from 1."""
     try:

@@ -7,9 +7,18 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kgen.cli.arguments import OK, Commands, add_command, add_json, add_problem, one_problem
+from kgen.cli.arguments import (
+    OK,
+    Commands,
+    add_command,
+    add_json,
+    add_problem,
+    add_set,
+    one_problem,
+    set_values,
+)
 from kgen.cli.output import data, data_json
 from kgen.errors import UsageError
 from kgen.settings import Settings
@@ -27,14 +36,7 @@ def add_parser(commands: Commands) -> None:
     """Add `kgen render`."""
     parser = add_command(commands, "render", "print the CUDA source of a configuration", MORE)
     add_problem(parser, "[--set AXIS=VALUE ...] [--json]")
-    parser.add_argument(
-        "--set",
-        metavar="AXIS=VALUE",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="values of the configuration, such as block_n=152 (default: the model's choice)",
-    )
+    add_set(parser, "the model's choice")
     add_json(parser, default="the source")
     parser.set_defaults(run=run)
 
@@ -71,7 +73,7 @@ def with_values(problem: GemmProblem, texts: list[str]) -> GemmConfig:
     from kgen.heuristic import rank
     from kgen.validity import why_invalid
 
-    values = _values(texts)
+    values = set_values(texts)
     ranked = rank(problem, H200)
     for config in ranked:
         if values.items() <= config.to_dict().items():
@@ -83,27 +85,3 @@ def with_values(problem: GemmProblem, texts: list[str]) -> GemmConfig:
     invalid = why_invalid(problem, changed[0], H200)
     reason = invalid.reason if invalid else ""
     raise UsageError(f"no valid configuration of {problem} has {' '.join(texts)}: {reason}")
-
-
-def _values(texts: list[str]) -> dict[str, Any]:
-    from kgen.config import GemmConfig
-
-    axes = GemmConfig().to_dict()
-    values = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise UsageError(f"--set {text!r}: expected AXIS=VALUE, such as block_n=152")
-        if name not in axes:
-            raise UsageError(f"--set {text}: no such axis; expected one of {', '.join(axes)}")
-        values[name] = _like(axes[name], value, text)
-    return values
-
-
-def _like(example: Any, value: str, text: str) -> Any:
-    if not isinstance(example, int):
-        return value
-    try:
-        return int(value)
-    except ValueError:
-        raise UsageError(f"--set {text}: expected a whole number") from None

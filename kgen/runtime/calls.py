@@ -184,7 +184,7 @@ def _make_dispatcher(ordinal: int) -> Dispatcher | str:
             chosen = Settings.from_env()
             try:
                 builder = StoredBuilder(chosen)
-                made = Dispatcher(ordinal, builder, chosen.db_url, STATS)
+                made = Dispatcher(ordinal, builder, chosen.db_url, STATS, foreign=chosen.foreign)
             except KgenError as error:
                 raise_if_final(error)
                 dispatchers[ordinal] = str(error)

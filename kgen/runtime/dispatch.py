@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _MAX_PLANS: Final = 1 << 16
 #: Configurations tried after the chosen one and the default before the reference must answer.
 _SPARE_CONFIGS: Final = 3
+#: Origins of choices that were measured for the problem itself; the others are guesses.
+_MEASURED: Final = ("tuned", "foreign")
 
 
 class Builder(Protocol):
@@ -50,6 +52,9 @@ class Builder(Protocol):
     def build(self, problem: GemmProblem, config: GemmConfig) -> Cubin:
         """The configuration's cubin; raises a KgenError."""
 
+    def stored_foreign(self, key: str, problem: GemmProblem, config: GemmConfig) -> Cubin:
+        """The cubin of a source by hand that was built before; raises a KgenError."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -64,18 +69,22 @@ class Plan:
 class Dispatcher:
     """Plans for one device. Threads may share it."""
 
-    def __init__(self, ordinal: int, builder: Builder, db_url: str, stats: Stats) -> None:
-        """Raises DriverError when the device's facts can not be had."""
+    def __init__(
+        self, ordinal: int, builder: Builder, db_url: str, stats: Stats, *, foreign: bool = False
+    ) -> None:
+        """`foreign`: kernels of sources by hand may answer. Raises DriverError when the device's
+        facts can not be had."""
         self.ordinal = ordinal
         self.device = driver.device_facts(ordinal)
         self._builder = builder
         self._db_url = db_url
         self._stats = stats
+        self._foreign = foreign
         self._lock = threading.RLock()
         self._plans: dict[GemmProblem, Plan] = {}
         self._winners: dict[GemmProblem, tuple[Winner, ...]] = {}
-        self._kernels: dict[tuple[str, GemmConfig], Kernel] = {}
-        self._failed: dict[tuple[str, GemmConfig], KgenError] = {}
+        self._kernels: dict[tuple[str, GemmConfig, str], Kernel] = {}
+        self._failed: dict[tuple[str, GemmConfig, str], KgenError] = {}
         self._database_lost = False
 
     def plan(self, problem: GemmProblem) -> Plan:
@@ -99,21 +108,22 @@ class Dispatcher:
             choice = self._choose(problem)
             for candidate in self._candidates(problem, choice):
                 try:
-                    kernel = self._kernel(problem, candidate.config)
+                    kernel = self._kernel(problem, candidate)
                 except KgenError as error:
                     raise_if_final(error)
                     failures.append(error)
                 else:
                     self._count(problem, candidate)
-                    guessed = candidate.origin != "tuned"
+                    guessed = candidate.origin not in _MEASURED
                     return Plan(counted(kernel, problem, guessed), candidate)
         except KgenError as error:
             raise_if_final(error)
             failures.append(error)
         return Plan(None, None, str(failures[0]))
 
-    def _choose(self, problem: GemmProblem) -> Choice:
-        winners = self._winners_of(problem)
+    def _choose(self, problem: GemmProblem, *, foreign: bool = True) -> Choice:
+        """The choice from what was tuned; without `foreign` no source by hand."""
+        winners = [w for w in self._winners_of(problem) if foreign or not w.foreign]
         choice = choose(problem, self.device, winners, lambda c: self._builder.key(problem, c))
         if choice.stale:
             self._stats.add("stale", choice.stale)
@@ -121,7 +131,7 @@ class Dispatcher:
                 "stale",
                 f"{choice.stale} tuned configurations for [{problem}] were verified as other "
                 f"cubins than {self._builder.compiler_id} and this kgen make, and are not used: "
-                "run `kgen tune` again",
+                "run `kgen tune --refresh`",
             )
         return choice
 
@@ -136,7 +146,7 @@ class Dispatcher:
         if self._database_lost:
             return ()
         try:
-            return read_winners(problem, self.device, self._db_url)
+            return read_winners(problem, self.device, self._db_url, self._foreign)
         except DatabaseError as error:
             # A database that fails once may make every first call wait: not asked again.
             self._database_lost = True
@@ -147,6 +157,8 @@ class Dispatcher:
 
     def _candidates(self, problem: GemmProblem, choice: Choice) -> Iterator[Choice]:
         yield choice
+        if choice.foreign_key:
+            yield self._choose(problem, foreign=False)
         default = default_for(problem, self.device)
         if default != choice.config:
             yield Choice(default, "default")
@@ -155,23 +167,27 @@ class Dispatcher:
         for config in rank(problem, self.device)[:_SPARE_CONFIGS]:
             yield Choice(config, "default")
 
-    def _kernel(self, problem: GemmProblem, config: GemmConfig) -> Kernel:
+    def _kernel(self, problem: GemmProblem, choice: Choice) -> Kernel:
         from kgen.render import problem_class
 
-        key = (problem_class(problem, config), config)
+        key = (problem_class(problem, choice.config), choice.config, choice.foreign_key)
         if key in self._failed:
             raise self._failed[key]
         if key not in self._kernels:
             self._refuse_capture(problem)
             try:
-                self._kernels[key] = self._load(problem, config)
+                self._kernels[key] = self._load(problem, choice)
             except KgenError as error:
                 self._failed[key] = error
                 raise
         return self._kernels[key]
 
-    def _load(self, problem: GemmProblem, config: GemmConfig) -> Kernel:
-        cubin = self._builder.build(problem, config)
+    def _load(self, problem: GemmProblem, choice: Choice) -> Kernel:
+        config = choice.config
+        if choice.foreign_key:
+            cubin = self._builder.stored_foreign(choice.foreign_key, problem, config)
+        else:
+            cubin = self._builder.build(problem, config)
         self._stats.add("cache_hits" if cubin.from_cache else "compiles")
         kernel = KERNELS[problem.kind].load(
             cubin.data,
@@ -185,7 +201,7 @@ class Dispatcher:
         return kernel
 
     def _count(self, problem: GemmProblem, choice: Choice) -> None:
-        if choice.origin == "tuned":
+        if choice.origin in _MEASURED:
             self._stats.add("database_hits")
             return
         if choice.origin == "neighbour":
@@ -268,6 +284,12 @@ class StoredBuilder:
         from kgen.build import build
 
         return build(problem, config, self._compiler, self._store, self._timeout_s)
+
+    def stored_foreign(self, key: str, problem: GemmProblem, config: GemmConfig) -> Cubin:
+        """As in Builder."""
+        from kgen.build import stored_foreign
+
+        return stored_foreign(key, problem, config, self._store)
 
     def build_plain(self, source: PlainSource) -> PlainCubin:
         """The cubin of a kernel beside the GEMM; raises a KgenError."""

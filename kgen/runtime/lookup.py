@@ -19,26 +19,33 @@ from kgen.validity import why_invalid
 
 #: Seconds that a call may wait for a database that somebody else has locked.
 BUSY_LIMIT_S: Final = 2.0
+#: Cubins of one M that are looked at; with the fourth stale too, a default does as well.
+_FASTEST: Final = 4
 #: Up to this M one default serves: its tiles are not taller, whatever the number of rows.
 _LEAST_BUCKET: Final = 16
 
 
 @dataclass(frozen=True)
 class Winner:
-    """The best verified configuration of one tuned M, with the cubin its time belongs to."""
+    """One of the fastest verified configurations of one tuned M, and the cubin its time belongs to.
+
+    `foreign`: the cubin is of a source by hand and can not be built from the configuration.
+    """
 
     m: int
     config: GemmConfig
     cubin_key: str
+    foreign: bool = False
 
 
 @dataclass(frozen=True)
 class Choice:
     """A configuration and where it comes from.
 
-    origin    "tuned": measured and verified for this very problem · "neighbour": for another M
-              (`tuned_m`), and predicted to be no slower here than the default · "default": the
-              analytic model's, nothing tuned applies
+    origin    "tuned": measured and verified for this very problem · "foreign": the same of a source
+              by hand, whose cubin is `foreign_key` · "neighbour": for another M (`tuned_m`), and
+              predicted to be no slower here than the default · "default": the analytic model's,
+              nothing tuned applies
     stale     winners left out because their cubin is not the one that would be built now
     """
 
@@ -46,10 +53,16 @@ class Choice:
     origin: str
     tuned_m: int | None = None
     stale: int = 0
+    foreign_key: str = ""
 
 
-def read_winners(problem: GemmProblem, device: Device, db_url: str) -> tuple[Winner, ...]:
+def read_winners(
+    problem: GemmProblem, device: Device, db_url: str, foreign: bool = False
+) -> tuple[Winner, ...]:
     """Winners on this device for the problem's fields other than M, by growing M.
+
+    Of one M the fastest few, fastest first: after a change of compiler or templates the first may
+    be no kernel of today's, and the next one is. `foreign`: sources by hand as well.
 
     Raises DatabaseError: missing, not readable, another schema, or locked for BUSY_LIMIT_S.
     """
@@ -57,10 +70,14 @@ def read_winners(problem: GemmProblem, device: Device, db_url: str) -> tuple[Win
 
     database = TuningDatabase.open(db_url, create=False, readonly=True, busy_limit_s=BUSY_LIMIT_S)
     try:
-        rows = database.best_by_m(problem, device.name, device.num_sms)
+        rankings = database.rankings_by_m(problem, device.name, device.num_sms, foreign=foreign)
     finally:
         database.close()
-    return tuple(Winner(row.problem.m, row.config, row.cubin_key) for row in rows)
+    return tuple(
+        Winner(row.problem.m, row.config, row.cubin_key, row.is_foreign)
+        for ranked in rankings
+        for row in ranked[:_FASTEST]
+    )
 
 
 def choose(
@@ -72,11 +89,14 @@ def choose(
     """The configuration for a problem on a device, from the winners of its class.
 
     `key_of` gives the key of the cubin that would be built now: a winner with another key was
-    verified as another cubin, so it is left out and counted as stale (None: keys are not asked).
+    verified as another cubin, so it is left out, and counted as stale where nothing that was tuned
+    for this M is left (None: keys are not asked). A source by hand serves its own M only.
     """
     stale: list[Winner] = []
 
     def usable(winner: Winner) -> bool:
+        if winner.foreign:
+            return winner.m == problem.m
         if why_invalid(problem, winner.config, device) is not None:
             return False
         if key_of is not None and key_of(winner.config) != winner.cubin_key:
@@ -85,9 +105,12 @@ def choose(
         return True
 
     exact = next((w for w in winners if w.m == problem.m and usable(w)), None)
+    if exact and exact.foreign:
+        return Choice(exact.config, "foreign", exact.m, foreign_key=exact.cubin_key)
     if exact:
-        return Choice(exact.config, "tuned", exact.m, len(stale))
-    below = [w for w in reversed(winners) if w.m < problem.m]
+        return Choice(exact.config, "tuned", exact.m)
+    # Sorting keeps the order of the winners of one M: fastest first.
+    below = sorted((w for w in winners if w.m < problem.m), key=lambda w: -w.m)
     above = [w for w in winners if w.m > problem.m]
     near = [w for side in (below, above) if (w := next(filter(usable, side), None))]
     default = default_for(problem, device)

@@ -13,9 +13,17 @@ from importlib.resources.abc import Traversable
 from typing import Any
 
 from kgen import __version__
-from kgen.build import Cubin, build, key_of, useful_sass_passes
+from kgen.build import (
+    Cubin,
+    build,
+    build_foreign,
+    key_of,
+    stored_foreign,
+    useful_sass_passes,
+)
 from kgen.cache.artifacts import ArtifactStore
 from kgen.config import GemmConfig
+from kgen.foreign import ForeignSource
 from kgen.problem import GemmProblem
 from kgen.settings import Settings
 from kgen.toolchain import Compiler, default_compiler
@@ -54,6 +62,15 @@ class KernelBuilder:
         """The configuration's cubin; raises CompileError, RenderError, SassError."""
         timeout_s = self._settings.compile_timeout_s
         return build(problem, config, self._compiler, self._store, timeout_s)
+
+    def build_foreign(self, source: ForeignSource, problem: GemmProblem) -> Cubin:
+        """The cubin of a source by hand; raises CompileError, SassError."""
+        timeout_s = self._settings.compile_timeout_s
+        return build_foreign(source, problem, self._compiler, self._store, timeout_s)
+
+    def stored_foreign(self, key: str, problem: GemmProblem, config: GemmConfig) -> Cubin:
+        """One that was built before; raises ArtifactError where it is gone."""
+        return stored_foreign(key, problem, config, self._store)
 
 
 def create(

@@ -20,6 +20,7 @@ from kgen.search.stop import StopFlag
 
 if TYPE_CHECKING:
     from kgen.build import Cubin
+    from kgen.foreign import ForeignSource
 
 #: A child that loads a compiler may take this long to be ready on a busy machine.
 START_TIMEOUT_S: Final = 120.0
@@ -43,6 +44,12 @@ class Builder(Protocol):
 
     def build(self, problem: GemmProblem, config: GemmConfig) -> Cubin:
         """The configuration's cubin; raises CompileError or another KgenError."""
+
+    def build_foreign(self, source: ForeignSource, problem: GemmProblem) -> Cubin:
+        """The cubin of a source by hand; raises CompileError or another KgenError."""
+
+    def stored_foreign(self, key: str, problem: GemmProblem, config: GemmConfig) -> Cubin:
+        """One that was built before; raises ArtifactError where it is gone."""
 
 
 class CompilePool:

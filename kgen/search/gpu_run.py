@@ -43,21 +43,26 @@ class GpuRun:
         return self.run.device
 
     def check(
-        self, problem: GemmProblem, cubins: Sequence[Cubin], policy: str, source: str = "tuned"
+        self,
+        problem: GemmProblem,
+        cubins: Sequence[Cubin],
+        policy: str,
+        sources: Sequence[str] = (),
     ) -> list[Measured]:
         """Verify and time kernels of one problem, alternating when there are several, and record.
 
-        A failure is recorded when it is known whose it is: of one kernel alone. Raises what
-        `GpuWorker.measure` raises.
+        `sources` are those of the records, "tuned" where it is left out. A failure is recorded when
+        it is known whose it is: of one kernel alone. Raises what `GpuWorker.measure` raises.
         """
         self.run.check_stop()
+        sources = sources or ["tuned"] * len(cubins)
         try:
             found = self.gpu.measure(problem, cubins, policy)
         except KgenError as error:
             if len(cubins) == 1:
-                self.record_failure(problem, cubins[0], error, source)
+                self.record_failure(problem, cubins[0], error, sources[0])
             raise
-        for cubin, measured in zip(cubins, found, strict=True):
+        for cubin, measured, source in zip(cubins, found, sources, strict=True):
             predicted_us = predict_us(problem, cubin.config, self.device)
             self.run.record_ok(problem, cubin, measured, predicted_us, self.name, source=source)
         return found

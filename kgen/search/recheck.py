@@ -10,7 +10,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from kgen.cache.records import TrialRow
-from kgen.errors import GpuMissing, Interrupted, KgenError, RenderError, Untunable
+from kgen.errors import (
+    ArtifactError,
+    GpuMissing,
+    Interrupted,
+    KgenError,
+    RenderError,
+    Untunable,
+)
 from kgen.problem import GemmProblem
 from kgen.search.events import TuneOptions
 from kgen.search.gpu_run import GpuRun, gpu_run
@@ -64,20 +71,24 @@ def check_row(gpu: GpuRun, row: TrialRow, policy: str) -> Checked:
     """Build, verify and time what a stored trial was about, and record it."""
     problem, config = row.problem, row.config
     gpu.run.check_stop()
-    if why := why_invalid(problem, config, gpu.device):
-        return Checked(row, "invalid", True, reason=str(why.reason))
+    builder, stale = gpu.run.builder, False
+    sources = ["foreign" if row.is_foreign else "tuned"]  # what was only predicted runs now
     try:
-        stale = gpu.run.key(problem, config) != row.cubin_key
-    except RenderError as error:
+        if row.is_foreign:
+            cubin = builder.stored_foreign(row.cubin_key, problem, config)
+        else:
+            if why := why_invalid(problem, config, gpu.device):
+                return Checked(row, "invalid", True, reason=why.reason)
+            stale = gpu.run.key(problem, config) != row.cubin_key
+            cubin = builder.build(problem, config)
+    except (ArtifactError, RenderError) as error:
         return Checked(row, "invalid", True, reason=str(error))
-    try:
-        cubin = gpu.run.builder.build(problem, config)
     except KgenError as error:
         status, reason = status_of(error), str(error)
         gpu.run.record_failure(problem, config, status, reason)
         return Checked(row, status, stale, reason=reason)
     try:
-        (measured,) = gpu.check(problem, [cubin], policy)
+        (measured,) = gpu.check(problem, [cubin], policy, sources)
     except (GpuMissing, Interrupted):
         raise
     except Untunable as error:

@@ -19,6 +19,7 @@ from kgen.build import Cubin
 from kgen.config import GemmConfig
 from kgen.device import H200
 from kgen.errors import (
+    ArtifactError,
     CompileError,
     DriverError,
     GpuMissing,
@@ -28,6 +29,7 @@ from kgen.errors import (
     Untunable,
     WrongResult,
 )
+from kgen.foreign import ForeignSource
 from kgen.problem import GemmProblem
 from kgen.render import problem_class
 from kgen.search.gpu_worker import Hello, Measured
@@ -208,8 +210,22 @@ class FakeBuilder:
                 os.abort()
             case "hang":
                 time.sleep(3600)
+        return self._cubin(self.key(problem, config), problem, config)
+
+    def build_foreign(self, source: ForeignSource, problem: GemmProblem) -> Cubin:
+        if "syntax error" in source.text:
+            raise CompileError(f"{source.name}: expected a ';'", "the log")
+        key = hashlib.sha256(f"foreign {source.sha256}".encode()).hexdigest()
+        return self._cubin(key, problem, source.config)
+
+    def stored_foreign(self, key: str, problem: GemmProblem, config: GemmConfig) -> Cubin:
+        if self.behaviours.get(key) == "gone":
+            raise ArtifactError("no kernel by hand with that key: race its source again")
+        return self._cubin(key, problem, config)
+
+    def _cubin(self, key: str, problem: GemmProblem, config: GemmConfig) -> Cubin:
         return Cubin(
-            key=self.key(problem, config),
+            key=key,
             data=b"\x7fELF",
             entry="kgen_gemm",
             config=config,

@@ -169,7 +169,7 @@ def test_suggestions_are_in_order(db: TuningDatabase, make_trial: MakeTrial) -> 
     assert {hint.config for hint in anywhere} == set(by_n), "no device at hand: all is elsewhere"
 
 
-def test_best_by_m(db: TuningDatabase, make_trial: MakeTrial) -> None:
+def test_rankings_by_m(db: TuningDatabase, make_trial: MakeTrial) -> None:
     for m, us, config in ((64, 10.0, WIDE), (64, 9.0, NARROW), (1, 5.0, FLAT)):
         db.record(
             make_trial(us, problem=PROBLEM.with_m(m), config=config, cubin_key=str(config.block_n))
@@ -179,8 +179,26 @@ def test_best_by_m(db: TuningDatabase, make_trial: MakeTrial) -> None:
     db.record(make_trial(1.0, problem=replace(PROBLEM, m=4, num_sms=108)))
     db.record(make_trial(1.0, problem=PROBLEM.with_m(5), num_sms=114))
     db.record(make_trial(status="wrong", problem=PROBLEM.with_m(6)))
-    found = db.best_by_m(PROBLEM.with_m(999), *HERE)
-    assert [(row.problem.m, row.config) for row in found] == [(1, FLAT), (64, NARROW)]
+    found = db.rankings_by_m(PROBLEM.with_m(999), *HERE)
+    assert [[(row.problem.m, row.config) for row in ranked] for ranked in found] == [
+        [(1, FLAT)],
+        [(64, NARROW), (64, WIDE)],
+    ]
+
+
+def test_a_source_by_hand_is_no_winner_unless_asked_for(
+    db: TuningDatabase, make_trial: MakeTrial
+) -> None:
+    """It is the fastest, and its failure says nothing of the configuration it was made from."""
+    db.record(make_trial(10.0, config=WIDE))
+    db.record(make_trial(5.0, config=WIDE, cubin_key="f" * 64, source="foreign"))
+    db.record(make_trial(status="wrong", config=NARROW, cubin_key="e" * 64, source="foreign"))
+    db.record(make_trial(status="compiled", config=NARROW, source="predicted", predicted_us=9.0))
+    assert [row.median_us for row in db.ranking(PROBLEM, *HERE)] == [10.0]
+    assert [row.median_us for row in db.winners()] == [10.0]
+    ((first, second),) = db.rankings_by_m(PROBLEM, *HERE, foreign=True)
+    assert (first.median_us, first.is_foreign, second.is_foreign) == (5.0, True, False)
+    assert [hint.config for hint in db.suggestions(PROBLEM, *HERE)] == [NARROW]
 
 
 def test_variants_of_a_shape_have_their_own_rows(db: TuningDatabase, make_trial: MakeTrial) -> None:

@@ -7,6 +7,7 @@ import ctypes
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from kgen.config import GemmConfig
 from kgen.errors import (
+    ArtifactError,
     CompileError,
     CompilerMissing,
     DatabaseError,
@@ -42,6 +44,7 @@ class FakeBuilder:
 
     def __init__(self) -> None:
         self.built: list[GemmConfig] = []
+        self.foreign: list[str] = []
         self.bad: set[GemmConfig] = set()
         self.all_bad = False
 
@@ -54,6 +57,12 @@ class FakeBuilder:
             raise CompileError(f"spills: {config}")
         return SimpleNamespace(data=b"cubin", entry="kgen_gemm", config=config, from_cache=False)
 
+    def stored_foreign(self, key: str, problem: GemmProblem, config: GemmConfig) -> Any:
+        self.foreign.append(key)
+        if key == "gone":
+            raise ArtifactError("no kernel by hand with that key")
+        return SimpleNamespace(data=b"cubin", entry="kgen_gemm", config=config, from_cache=True)
+
 
 class World:
     """A GPU, a database and a compiler, all of them made up."""
@@ -63,20 +72,26 @@ class World:
         self.builder = FakeBuilder()
         self.winners: dict[GemmProblem, tuple[Winner, ...]] = {}
         self.reads = 0
+        self.wants_foreign = False
         self.database_error: str | None = None
         self.capturing = False
         self.current = 0
         self.stats = Stats()
 
-    def read_winners(self, problem: GemmProblem, device: object, url: str) -> Any:
+    def read_winners(
+        self, problem: GemmProblem, device: object, url: str, foreign: bool = False
+    ) -> Any:
         self.reads += 1
+        self.wants_foreign = foreign
         if self.database_error:
             raise DatabaseError(self.database_error)
         return self.winners.get(problem.with_m(1), ())
 
-    def tune(self, m: int, config: GemmConfig = TUNED, key: str = "") -> None:
+    def tune(
+        self, m: int, config: GemmConfig = TUNED, key: str = "", foreign: bool = False
+    ) -> None:
         family = GemmProblem("dense", 1, N, K)
-        row = Winner(m, config, key or f"key of {config}")
+        row = Winner(m, config, key or f"key of {config}", foreign)
         self.winners[family] = (*self.winners.get(family, ()), row)
 
 
@@ -215,6 +230,49 @@ def test_stale_winners_warn_once_and_are_not_used(world: World) -> None:
         call(64)
     assert TUNED not in world.builder.built
     assert numbers(world, "stale", "database_hits") == [1, 0]
+
+
+def test_a_refreshed_kernel_answers_where_the_faster_one_is_stale(world: World) -> None:
+    """The fastest row may be of a cubin that no compiler here makes any more."""
+    world.tune(64, key="old")
+    world.tune(64, replace(TUNED, num_stages=5))
+    call(64)
+    assert gemm.plan_for(64, N, K).choice.config.num_stages == 5  # type: ignore[union-attr]
+    assert numbers(world, "stale", "database_hits") == [0, 1]
+
+
+def test_a_source_by_hand_answers_only_where_it_was_asked_for(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.tune(64, key="by hand", foreign=True)
+    world.tune(64, replace(TUNED, num_stages=5))
+    monkeypatch.setenv("KGEN_FOREIGN", "1")
+    gemm.reload()
+    call(64)
+    plan = gemm.plan_for(64, N, K)
+    assert plan is not None
+    assert plan.choice is not None
+    assert (world.wants_foreign, plan.choice.origin) == (True, "foreign")
+    assert world.builder.foreign == ["by hand"]
+    assert numbers(world, "database_hits", "database_misses") == [1, 0]
+    call(65)  # it serves no other M
+    assert world.builder.foreign == ["by hand"]
+    monkeypatch.delenv("KGEN_FOREIGN")
+    gemm.reload()
+    call(64)
+    assert not world.wants_foreign
+
+
+def test_a_source_by_hand_that_is_gone_gives_way_to_the_tuned_kernel(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.tune(64, key="gone", foreign=True)
+    world.tune(64, replace(TUNED, num_stages=5))
+    monkeypatch.setenv("KGEN_FOREIGN", "1")
+    gemm.reload()
+    call(64)
+    assert world.builder.built == [replace(TUNED, num_stages=5)]
+    assert numbers(world, "database_hits") == [1]
 
 
 def test_a_lost_database_warns_once_and_costs_one_try(world: World) -> None:

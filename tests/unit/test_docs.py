@@ -180,7 +180,9 @@ def test_commands_parse(page: str) -> None:
 
 def test_readme_lists_every_command() -> None:
     parser = build_parser()
-    shown = set(re.findall(r"^\| `kgen ([\w-]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE))
+    shown = set(
+        re.findall(r"^\| `kgen ([\w-]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    )
     actions = next(a for a in parser._actions if isinstance(a.choices, dict))
     assert isinstance(actions.choices, dict)
     assert shown == set(actions.choices)

@@ -79,6 +79,25 @@ def test_a_winner_of_another_cubin_is_a_suggestion_only() -> None:
     assert (choice.origin, choice.stale) == ("default", 2)
 
 
+def test_of_one_m_the_fastest_of_todays_cubins_is_taken() -> None:
+    """A stale winner is passed over for the next one of its M, which counts as tuned."""
+    tuned = [winner(64, DECODE, "old"), winner(64, PREFILL, "new"), winner(64, DECODE, "new")]
+    choice = choose(PROBLEM, H200, tuned, lambda config: "new")
+    assert (choice.config, choice.origin, choice.stale) == (PREFILL, "tuned", 0)
+    choice = choose(PROBLEM.with_m(60), H200, tuned, lambda config: "new")
+    assert choice.config in (PREFILL, default_for(PROBLEM.with_m(60), H200))
+    assert choice.stale == 1
+
+
+def test_a_source_by_hand_serves_its_own_m() -> None:
+    odd = replace(PREFILL, block_n=104)
+    tuned = [Winner(64, odd, "f" * 64, foreign=True), winner(64, PREFILL)]
+    choice = choose(PROBLEM, H200, tuned, lambda config: "k")
+    assert (choice.config, choice.origin, choice.foreign_key) == (odd, "foreign", "f" * 64)
+    choice = choose(PROBLEM.with_m(63), H200, tuned, lambda config: "k")
+    assert choice.foreign_key == ""
+
+
 def test_buckets_enclose_m() -> None:
     for m in [*range(1, 3000), 2**31 - 1, 2**30 + 1]:
         around = buckets_around(m)
@@ -146,6 +165,7 @@ def test_winners_come_from_the_database(tmp_path: Path) -> None:
     assert found == (
         Winner(16, PREFILL, f"key {PREFILL}"),
         Winner(64, DECODE, f"key {DECODE}"),
+        Winner(64, PREFILL, f"key {PREFILL}"),
     )
     assert read_winners(replace(PROBLEM, num_sms=20), H200, url) == ()
     assert read_winners(PROBLEM, replace(H200, name="NVIDIA H20", num_sms=78), url) == ()
