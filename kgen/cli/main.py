@@ -15,14 +15,14 @@ from typing import Final
 
 import kgen
 from kgen.cli import bench as bench_command
-from kgen.cli import best, db, doctor, misses, race, render, run_trial, shapes, show, tune
+from kgen.cli import best, db, doctor, explain, misses, race, render, run_trial, shapes, show, tune
 from kgen.cli.arguments import OK, USAGE, HelpFormatter, settings_of
 from kgen.cli.output import OutputError, complain, flush, log_to_stderr, prepare_streams
 from kgen.errors import Interrupted, KgenError, UsageError
 
 #: Modules of the subcommands, in the order of the help.
 COMMANDS: Final = (
-    *(tune, best, show, render, run_trial, race),
+    *(tune, best, show, explain, render, run_trial, race),
     *(bench_command, shapes, misses, db, doctor),
 )
 FAILED: Final = 1
@@ -43,19 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kgen {kgen.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (
-        tune,
-        best,
-        show,
-        render,
-        run_trial,
-        race,
-        bench_command,
-        shapes,
-        misses,
-        db,
-        doctor,
-    ):
+    for module in COMMANDS:
         module.add_parser(commands)
     return parser
 

@@ -7,15 +7,18 @@ problems at once. Must not import build, search or torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kgen.config import GemmConfig
 from kgen.device import Device
 from kgen.heuristic import default_config, predict_us
 from kgen.problem import MAX_EXTENT, GemmProblem
 from kgen.validity import why_invalid
+
+if TYPE_CHECKING:
+    from kgen.cache.records import TrialRow
 
 #: Seconds that a call may wait for a database that somebody else has locked.
 BUSY_LIMIT_S: Final = 2.0
@@ -73,6 +76,11 @@ def read_winners(
         rankings = database.rankings_by_m(problem, device.name, device.num_sms, foreign=foreign)
     finally:
         database.close()
+    return winners_of(rankings)
+
+
+def winners_of(rankings: Iterable[Sequence[TrialRow]]) -> tuple[Winner, ...]:
+    """The fastest few of each ranking, in their order."""
     return tuple(
         Winner(row.problem.m, row.config, row.cubin_key, row.is_foreign)
         for ranked in rankings

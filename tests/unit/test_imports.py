@@ -51,6 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "nvml measure",
         "search.strategy",
+        "explain",
         "search.events",
         "search.stop search.child search.gpu_lock",
     ),
@@ -66,7 +67,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("bench",),  # nn, compat, serve: to come
     (
         "cli.output cli.arguments cli.progress cli.tune cli.best cli.show cli.render "
-        "cli.run_trial cli.race cli.host_cost cli.cast_speed "
+        "cli.explain cli.run_trial cli.race cli.host_cost cli.cast_speed "
         "cli.bench cli.shapes cli.misses cli.db_bundles cli.db cli.doctor cli.main",
     ),
 )
@@ -148,6 +149,7 @@ NEVER_REACHED: dict[str, set[str]] = {
     "runtime.dispatch": {"optuna", "kgen.search", "kgen.verify", "kgen.measure", "kgen.bench"},
     "runtime.gemm": {"optuna", "kgen.search", "kgen.verify", "kgen.measure", "kgen.bench"},
     "search.strategy": {"kgen.build", "kgen.verify", "kgen.measure", "kgen.cache", "torch"},
+    "explain": {"torch", "cuda", "optuna", "kgen.search"},
     "search.events": {"torch", "cuda", "optuna", "sqlalchemy"},
     "search.tune": {"torch"},
     "search.recheck": {"torch"},
