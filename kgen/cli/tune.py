@@ -59,6 +59,11 @@ def add_parser(commands: Commands) -> None:
         type=positive,
         help="compile processes (default: KGEN_JOBS, else the CPUs at hand)",
     )
+    parser.add_argument(
+        "--log",
+        metavar="FILE",
+        help="append one JSON line a trial to this file, as it ends (default: no log)",
+    )
     add_policy(parser)
     add_compiler(parser)
     add_cache(parser)
@@ -122,6 +127,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     _make_cache(settings.cache_dir)
     # Only now: a bad shapes file is reported before torch or CUDA is touched.
     from kgen.cli.progress import progress
+    from kgen.cli.trial_log import logged
     from kgen.search.tune import tune
 
     options = TuneOptions(
@@ -135,7 +141,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         policy=args.policy,
         gpu=not args.no_gpu,
     )
-    with progress() as on_event:
+    with progress(options) as show, logged(args.log, show) as on_event:
         report = tune(lines, settings, options, on_event)
     if args.json:
         data_json({"command": args.command_line, "kgen": __version__, **report.to_dict()})

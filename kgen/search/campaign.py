@@ -32,6 +32,7 @@ from kgen.shapes import ShapeLine
 if TYPE_CHECKING:
     from kgen.build import Cubin
     from kgen.config import GemmConfig
+    from kgen.problem import GemmProblem
 
 #: The finalists are measured together once more should the first time bring in a new one.
 FINAL_ROUNDS: Final = 2
@@ -52,6 +53,7 @@ class Campaign:
         self._next: list[Session] = []
         self._num_started = 0
         self._mark = time.monotonic()
+        self._gpu_busy_s = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kgen-gpu")
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="kgen-prepare")
         self._prepared: dict[int, Future[None]] = {}
@@ -198,12 +200,12 @@ class Campaign:
     def _try(self, session: Session, candidate: Candidate) -> None:
         """Verify, time and record one candidate; a failure is a value."""
         config = candidate.config
-        status, reason, median_us = "ok", "", None
+        status, reason, timed = "ok", "", None
         on_gpu = False
         try:
             cubin = candidate.future.result()
             on_gpu = True
-            (measured,) = self._measure(session, [cubin])
+            (timed,) = self._measure(session, [cubin])
         except Untunable as error:
             session.untunable = str(error)
             return
@@ -212,20 +214,26 @@ class Campaign:
             self._run.record_failure(session.problem, config, status, reason)
             session.add_failure(config, status, reason)
         else:
-            median_us = measured.median_us
-            self._record(session, cubin, measured, "search")
+            self._record(session, cubin, timed, "search")
         seconds, self._mark = time.monotonic() - self._mark, time.monotonic()
         session.progress.add_attempt(on_gpu, seconds)
         self._plan.note_trial(seconds)
-        self._tell(session, config, status, reason, median_us)
+        self._tell(session, config, status, reason, timed)
 
     def _measure(self, session: Session, cubins: list[Cubin]) -> list[Measured]:
         """Have the GPU's worker measure, and choose and compile what comes next meanwhile."""
-        policy = self._run.options.policy
-        future = self._thread.submit(self._gpu.measure, session.problem, cubins, policy)
+        future = self._thread.submit(self._on_gpu, session.problem, cubins)
         if not session.is_closed:
             self._build_ahead(session, future)
         return future.result()
+
+    def _on_gpu(self, problem: GemmProblem, cubins: list[Cubin]) -> list[Measured]:
+        """In the GPU's thread: measure, and count the seconds."""
+        start = time.monotonic()
+        try:
+            return self._gpu.measure(problem, cubins, self._run.options.policy)
+        finally:
+            self._gpu_busy_s += time.monotonic() - start
 
     def _record(self, session: Session, cubin: Cubin, measured: Measured, stage: str) -> None:
         predicted_us = session.predicted_us(cubin.config)
@@ -238,7 +246,9 @@ class Campaign:
         config: GemmConfig,
         status: str,
         reason: str,
-        median_us: float | None,
+        timed: Measured | None = None,
+        *,
+        stage: str = "search",
     ) -> None:
         self._run.tell_of_lost_compilers()
         self._run.on_event(
@@ -247,10 +257,15 @@ class Campaign:
                 config,
                 status,
                 reason,
-                median_us,
+                timed.median_us if timed else None,
                 session.predicted_us(config),
                 session.best_us,
                 session.num_configs,
+                stage,
+                timed.p10_us if timed else None,
+                timed.p90_us if timed else None,
+                timed.error if timed else None,
+                self._gpu_busy_s,
             )
         )
 
@@ -326,7 +341,7 @@ class Campaign:
             self._time_one_by_one(session, cubins)
             return
         for cubin, one in zip(cubins, measured, strict=True):
-            self._record(session, cubin, one, "final")
+            self._record_final(session, cubin, one)
 
     def _time_one_by_one(self, session: Session, cubins: list[Cubin]) -> None:
         """Find out which finalist spoilt the others' measurement, and take it out."""
@@ -339,6 +354,10 @@ class Campaign:
                 status, reason = status_of(error), str(error)
                 self._run.record_failure(session.problem, cubin.config, status, reason)
                 session.add_failure(cubin.config, status, reason)
-                self._tell(session, cubin.config, status, reason, None)
+                self._tell(session, cubin.config, status, reason, stage="final")
             else:
-                self._record(session, cubin, one, "final")
+                self._record_final(session, cubin, one)
+
+    def _record_final(self, session: Session, cubin: Cubin, measured: Measured) -> None:
+        self._record(session, cubin, measured, "final")
+        self._tell(session, cubin.config, "ok", "", measured, stage="final")

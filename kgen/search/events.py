@@ -91,7 +91,13 @@ class ProblemStarted:
 
 @dataclass(frozen=True)
 class TrialFinished:
-    """One trial is in the database. `best_us` is the problem's best so far, in microseconds."""
+    """One trial is in the database. Times in microseconds; `best_us` is the problem's best so far.
+
+    num_trials    configurations of the problem that were tried, in this run and before
+    stage         search, or final: measured again among the fastest
+    error         largest relative tile error; as p10_us and p90_us None where nothing was timed
+    gpu_busy_s    seconds of this run that the GPU's worker has had work
+    """
 
     problem: GemmProblem
     config: GemmConfig
@@ -101,6 +107,11 @@ class TrialFinished:
     predicted_us: float | None
     best_us: float | None
     num_trials: int
+    stage: str = "search"
+    p10_us: float | None = None
+    p90_us: float | None = None
+    error: float | None = None
+    gpu_busy_s: float = 0.0
 
 
 @dataclass(frozen=True)

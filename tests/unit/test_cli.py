@@ -17,8 +17,9 @@ import pytest
 
 import kgen
 from kgen.cli import arguments, output
+from kgen.cli.board import Board
 from kgen.cli.main import build_parser, main
-from kgen.cli.progress import Bars, PlainLines, outcome_of
+from kgen.cli.progress import Display, PlainLines, duration, outcome_of, status_line
 from kgen.config import GemmConfig
 from kgen.device import H200
 from kgen.errors import DriverError
@@ -429,7 +430,7 @@ EVENTS = (
     RunStarted(H200, True, "", 2, 4),
     ProblemStarted(PROBLEM, 1, 800, 0, {}),
     TrialFinished(PROBLEM, GemmConfig(), "ok", "", 12.5, 11.0, 12.5, 1),
-    TrialFinished(PROBLEM, GemmConfig(), "wrong", "strip 3", None, 11.0, None, 2),
+    TrialFinished(PROBLEM, GemmConfig(), "wrong", "strip 3", None, 11.0, 12.5, 2),
     WorkerReplaced("gpu", "timed out after 20 s [busy]"),
     Notice("another run holds the GPU [pid 7]"),
     ProblemFinished(tuned()),
@@ -437,7 +438,7 @@ EVENTS = (
 
 
 def test_plain_progress_is_lines_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = PlainLines()
+    lines = PlainLines(Board(TuneOptions()))
     for event in EVENTS:
         lines(event)
     out, err = capsys.readouterr()
@@ -448,21 +449,104 @@ def test_plain_progress_is_lines_on_stderr(capsys: pytest.CaptureFixture[str]) -
     assert "[pid 7]" in err
 
 
-def test_bars_show_the_same_on_a_terminal() -> None:
+def test_a_terminal_shows_the_same_and_the_best_so_far() -> None:
     from rich.console import Console
-    from rich.progress import Progress, TextColumn
+    from rich.live import Live
 
     console = Console(force_terminal=True, width=100, record=True)
-    with Progress(TextColumn("{task.fields[now]}"), console=console) as progress:
-        bars = Bars(progress)
-        for event in EVENTS:
-            bars(event)
-        assert progress.tasks[0].completed == 1
-        assert progress.tasks[0].total == 2
+    with Live(console=console, auto_refresh=False) as live:
+        display = Display(live, Board(TuneOptions()))
+        for event in EVENTS[:-1]:
+            display(event)
+        console.print(display)
+        before = console.export_text(clear=False)
+        display(EVENTS[-1])
     text = console.export_text()
     assert "[pid 7]" in text
     assert "[busy]" in text
-    assert "12.50 µs" in text
+    assert re.search(rf"{LINE} +2 +12\.50\n0 of 2 problems, 2 trials", before)
+    assert "1 of 2 problems" in status_line(display._board)
+
+
+@pytest.fixture
+def board() -> tuple[Board, list[float]]:
+    """A board and its clock."""
+    now = [100.0]
+    return Board(TuneOptions(trials=10), clock=lambda: now[0]), now
+
+
+def trial(problem: GemmProblem, number: int, best_us: float | None, busy_s: float) -> TrialFinished:
+    values = (problem, GemmConfig(), "ok", "", best_us, 11.0, best_us, number)
+    return TrialFinished(*values, gpu_busy_s=busy_s)
+
+
+def test_figures_of_a_run(board: tuple[Board, list[float]]) -> None:
+    """Two trials a second, a GPU that waits half the time, 16 trials of two problems to go."""
+    figures, now = board
+    other = replace(PROBLEM, m=128)
+    figures(RunStarted(H200, True, "", 2, 4))
+    figures(ProblemStarted(PROBLEM, 1, 800, 0, {}))
+    assert (figures.trials_per_s, figures.gpu_idle, figures.left_s) == (None, None, None)
+    for number in range(1, 5):
+        now[0] += 0.5
+        figures(trial(PROBLEM, number, 20.0 - number, number * 0.25))
+    assert figures.trials_per_s == 2.0
+    assert figures.gpu_idle == 0.5
+    assert figures.left_s == (6 + 10) / 2.0
+    assert figures.standings[PROBLEM].best_us == 16.0
+    figures(ProblemStarted(other, 2, 3, 0, {}))  # of a space of three
+    assert figures.left_s == (6 + 3) / 2.0
+    figures(ProblemFinished(tuned()))
+    assert figures.left_s == 3 / 2.0
+    assert list(figures.standings) == [other, PROBLEM]
+    assert status_line(figures) == (
+        "1 of 2 problems, 4 trials, 2.0 a second, GPU idle 50%, 0:02 gone, 0:02 left"
+    )
+
+
+def test_a_budget_bounds_the_time_left() -> None:
+    now = [0.0]
+    figures = Board(TuneOptions(budget_s=100.0), clock=lambda: now[0])
+    figures(RunStarted(H200, True, "", 50, 4))
+    now[0] = 40.0
+    assert figures.left_s == 60.0
+    assert Board(TuneOptions(budget_per_problem_s=1.0)).left_s is None
+
+
+def test_predictions_have_a_best_too(board: tuple[Board, list[float]]) -> None:
+    figures, now = board
+    figures(RunStarted(H200, False, "no GPU", 1, 4))
+    figures(ProblemStarted(PROBLEM, 1, 800, 0, {}))
+    for number, predicted_us in enumerate((12.0, 11.0, 13.0), 1):
+        now[0] += 1.0
+        figures(
+            TrialFinished(PROBLEM, GemmConfig(), "compiled", "", None, predicted_us, None, number)
+        )
+    assert figures.standings[PROBLEM].best_us == 11.0
+    assert figures.gpu_idle is None
+    assert figures.left_s == 1.0, "four are compiled where there is no GPU, one a second"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (125, "2:05"), (3725, "1:02:05")]
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_plain_progress_tells_of_the_run_once_a_minute(
+    board: tuple[Board, list[float]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures, now = board
+    lines = PlainLines(figures)
+    lines(RunStarted(H200, True, "", 1, 4))
+    capsys.readouterr()
+    for number in range(1, 10):
+        now[0] += 20.0
+        lines(trial(PROBLEM, number, 12.5, 1.0))
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 3
+    assert told[0].startswith("kgen: 0 of 1 problem, 3 trials, ")
 
 
 def test_outcome_of_a_problem_known_before() -> None:

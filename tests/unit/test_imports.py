@@ -66,8 +66,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("bench",),  # nn, compat, serve: to come
     (
-        "cli.output cli.arguments cli.progress cli.tune cli.best cli.show cli.render "
-        "cli.explain cli.run_trial cli.race cli.host_cost cli.cast_speed "
+        "cli.output cli.arguments cli.board cli.progress cli.trial_log cli.tune cli.best cli.show "
+        "cli.render cli.explain cli.run_trial cli.race cli.host_cost cli.cast_speed "
         "cli.bench cli.shapes cli.misses cli.db_bundles cli.db cli.doctor cli.main",
     ),
 )

@@ -325,7 +325,12 @@ def test_the_default_is_first_and_the_finals_are_recorded(
     assert rows[0].provenance["driver"] == "580.1"
     assert rows[0].predicted_us > 0
     told = bench.told(TrialFinished)
-    assert [e.config for e in told] == [t.config for t in search]
+    assert [(e.config, e.stage, e.median_us, e.p90_us, e.error) for e in told] == [
+        (t.config, t.provenance["stage"], t.median_us, t.p90_us, t.error) for t in rows
+    ]
+    busy = [e.gpu_busy_s for e in told]
+    assert busy == sorted(busy)
+    assert 0 < busy[-1] < report.seconds
     assert len(bench.told(ProblemFinished)) == 1
 
 
