@@ -5,7 +5,9 @@ Nothing here queries anything; `runtime.driver` fills a `Device` from the GPU at
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,15 @@ class Device:
     driver_version: str = ""
     measured: bool = False
     clusters_by_size: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Device:
+        """The device that a trial's provenance keeps; raises ValueError where it is not whole."""
+        try:
+            sizes = tuple((int(size), int(n)) for size, n in values["clusters_by_size"])
+            return cls(**{**values, "clusters_by_size": sizes})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no facts of a device: {error}") from error
 
     def max_clusters(self, size: int) -> int:
         """Clusters of `size` CTAs, one CTA an SM, that can be resident at a time.

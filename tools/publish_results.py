@@ -6,7 +6,7 @@
 A bench that was taken in parts is joined by --more PART.json. Keeps what both printed, adds the
 commit where the machine had no git, refuses a run that is not whole (a peer that was asked for and
 missing, unless --without names it, counts too). Then run tools/readme_tables.py, and
-tools/plot_results.py where floors were measured.
+`kgen plot floor --report` where floors were measured.
 """
 
 from __future__ import annotations

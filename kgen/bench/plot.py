@@ -22,8 +22,8 @@ def require_matplotlib() -> Any:
         from matplotlib import figure
     except ImportError as error:
         raise KgenError(
-            f"no plot without matplotlib ({error}): pip install 'kgen[plot]', or draw it elsewhere "
-            "from the JSON with tools/plot_results.py"
+            f"no plot without matplotlib ({error}): pip install 'kgen[plot]', or print the numbers "
+            "with --json and draw elsewhere, a bench's with `kgen plot floor --report FILE`"
         ) from error
     return figure
 
@@ -53,8 +53,16 @@ def plot(report: dict[str, Any], path: Path) -> list[Path]:
     for marker, name in zip(_cycled(len(names)), names, strict=True):
         _draw(axes, rows, name, marker, report)
     _label(axes, rows, report)
+    return save(figure, files)
+
+
+def save(figure: Any, files: list[Path]) -> list[Path]:
+    """Write a figure to all its files; raises UsageError for one that can not be written."""
     for file in files:
-        figure.savefig(file, dpi=150)
+        try:
+            figure.savefig(file, dpi=150)
+        except OSError as error:
+            raise UsageError(f"plot {file} can not be written: {error.strerror}") from error
     return files
 
 

@@ -15,7 +15,20 @@ from typing import Final
 
 import kgen
 from kgen.cli import bench as bench_command
-from kgen.cli import best, db, doctor, explain, misses, race, render, run_trial, shapes, show, tune
+from kgen.cli import (
+    best,
+    db,
+    doctor,
+    explain,
+    misses,
+    plot,
+    race,
+    render,
+    run_trial,
+    shapes,
+    show,
+    tune,
+)
 from kgen.cli.arguments import OK, USAGE, HelpFormatter, settings_of
 from kgen.cli.output import OutputError, complain, flush, log_to_stderr, prepare_streams
 from kgen.errors import Interrupted, KgenError, UsageError
@@ -23,7 +36,7 @@ from kgen.errors import Interrupted, KgenError, UsageError
 #: Modules of the subcommands, in the order of the help.
 COMMANDS: Final = (
     *(tune, best, show, explain, render, run_trial, race),
-    *(bench_command, shapes, misses, db, doctor),
+    *(bench_command, plot, shapes, misses, db, doctor),
 )
 FAILED: Final = 1
 INTERRUPTED: Final = 130

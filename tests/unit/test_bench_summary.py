@@ -23,7 +23,6 @@ from kgen.bench.summary import (
 )
 from kgen.errors import KgenError, UsageError
 from kgen.intervals import median_interval
-from tools.plot_results import main as draw
 
 ROUNDS = 16
 
@@ -199,22 +198,10 @@ def test_plot_writes_png_and_svg(tmp_path: Path) -> None:
     assert "<!-- 4096" not in svg, "a row without a floor is not there"
 
 
-def test_plot_from_a_result_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a machine with matplotlib; a file without floors says what to do."""
-    pytest.importorskip("matplotlib")
-    results = tmp_path / "r.json"
-    results.write_text(json.dumps(report(row(1, 4.0, kgen=8.0))))
-    assert draw([str(results), str(tmp_path / "x")]) == 0
-    assert (tmp_path / "x.svg").exists()
-    results.write_text(json.dumps(report(row(1, kgen=8.0))))
-    assert draw([str(results), str(tmp_path / "y")]) == 1
-    assert "run kgen bench with --floor" in capsys.readouterr().out
-
-
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The extra is named, and the way around."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(KgenError, match=r"pip install 'kgen\[plot\]'.*tools/plot_results.py"):
+    with pytest.raises(KgenError, match=r"pip install 'kgen\[plot\]'.*kgen plot floor"):
         plot(report(row(1, 4.0, kgen=8.0)), tmp_path / "x")
 
 

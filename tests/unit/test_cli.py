@@ -43,7 +43,7 @@ PROBLEM = GemmProblem("dense", 64, 2112, 7168)
 LINE = "dense m=64 n=2112 k=7168"
 COMMANDS = (
     *("tune", "best", "show", "explain", "render", "run-trial", "race"),
-    *("bench", "shapes", "misses", "db", "doctor"),
+    *("bench", "plot", "shapes", "misses", "db", "doctor"),
 )
 #: Options whose help has no default to state: they choose what is done, or are needed.
 NO_DEFAULT = {"--shapes", "--source", "--ptx", "--sass", "--config", "--help"}

@@ -51,6 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "nvml measure",
         "search.strategy",
+        "search.history search.importance",
         "explain",
         "search.events",
         "search.stop search.child search.gpu_lock",
@@ -68,7 +69,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "cli.output cli.arguments cli.board cli.progress cli.trial_log cli.tune cli.best cli.show "
         "cli.render cli.explain cli.run_trial cli.race cli.host_cost cli.cast_speed "
-        "cli.bench cli.shapes cli.misses cli.db_bundles cli.db cli.doctor cli.main",
+        "cli.bench cli.plot cli.shapes cli.misses cli.db_bundles cli.db cli.doctor cli.main",
     ),
 )
 
@@ -112,6 +113,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "runtime.dgrad": {"torch"},
     "measure": {"torch"},
     "search.strategy": {"optuna"},
+    "search.importance": {"optuna"},
     "search.gpu_body": {"torch"},
     "runtime.operands": {"torch"},
     "runtime.ops": {"torch"},
