@@ -24,6 +24,7 @@ from kgen.cli.arguments import (
     seconds,
 )
 from kgen.cli.output import count, data_json, microseconds, note, spread, table
+from kgen.cli.refresh import run_refresh
 from kgen.search.events import DEFAULT_TRIALS, PREDICTED, UNFINISHED, TuneOptions
 from kgen.settings import Settings
 
@@ -52,6 +53,12 @@ def add_parser(commands: Commands) -> None:
         "--no-gpu",
         action="store_true",
         help="compile and predict only (default: use the GPU when there is one)",
+    )
+    parser.add_argument(
+        "--refresh",
+        action="store_true",
+        help="time only the stored --finalists of each problem, or of all, whose compiler, "
+        "templates or driver changed since, and say what moved (default: search)",
     )
     parser.add_argument(
         "--jobs",
@@ -123,13 +130,6 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Tune and print the report; 0 when every problem was served, 130 when interrupted."""
-    lines = required_lines(args)
-    _make_cache(settings.cache_dir)
-    # Only now: a bad shapes file is reported before torch or CUDA is touched.
-    from kgen.cli.progress import progress
-    from kgen.cli.trial_log import logged
-    from kgen.search.tune import tune
-
     options = TuneOptions(
         trials=args.trials,
         budget_s=args.budget,
@@ -141,6 +141,15 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         policy=args.policy,
         gpu=not args.no_gpu,
     )
+    if args.refresh:
+        return run_refresh(args, settings, options)
+    lines = required_lines(args)
+    _make_cache(settings.cache_dir)
+    # Only now: a bad shapes file is reported before torch or CUDA is touched.
+    from kgen.cli.progress import progress
+    from kgen.cli.trial_log import logged
+    from kgen.search.tune import tune
+
     with progress(options) as show, logged(args.log, show) as on_event:
         report = tune(lines, settings, options, on_event)
     if args.json:

@@ -67,6 +67,28 @@ class GpuRun:
             self.run.record_ok(problem, cubin, measured, predicted_us, self.name, source=source)
         return found
 
+    def check_all(
+        self, problem: GemmProblem, cubins: Sequence[Cubin], policy: str
+    ) -> list[tuple[Cubin, KgenError]]:
+        """As `check`, together; where that fails, one by one, to find out who spoilt it.
+
+        Gives the cubins that failed, and why. Raises what is no candidate's fault.
+        """
+        try:
+            if len(cubins) > 1:
+                self.check(problem, cubins, policy)
+                return []
+        except KgenError as error:
+            status_of(error)  # raises what is no candidate's fault
+        failed: list[tuple[Cubin, KgenError]] = []
+        for cubin in cubins:
+            try:
+                self.check(problem, [cubin], policy)
+            except KgenError as error:
+                status_of(error)
+                failed.append((cubin, error))
+        return failed
+
     def record_failure(
         self, problem: GemmProblem, cubin: Cubin, error: KgenError, source: str = "tuned"
     ) -> None:

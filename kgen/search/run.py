@@ -152,7 +152,7 @@ class Run:
             predicted_us=predicted_us,
             policy=measured.policy,
             registers=cubin.registers,
-            provenance=self._provenance(measured.clocks, stage=stage),
+            provenance=self.provenance(measured.clocks, stage=stage),
         )
 
     def record_failure(
@@ -176,7 +176,7 @@ class Run:
             status=status,
             source=source,
             reason=reason[:_MAX_REASON],
-            provenance=self._provenance({}),
+            provenance=self.provenance({}),
         )
 
     def record_compiled(self, problem: GemmProblem, cubin: Cubin, predicted_us: float) -> None:
@@ -189,7 +189,7 @@ class Run:
             source="predicted",
             predicted_us=predicted_us,
             registers=cubin.registers,
-            provenance=self._provenance({}),
+            provenance=self.provenance({}),
         )
 
     def record_outcome(self, problem: GemmProblem, outcome: str, **values: Any) -> None:
@@ -216,7 +216,8 @@ class Run:
         )
         self.db.record(trial, self.run_id)
 
-    def _provenance(self, clocks: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    def provenance(self, clocks: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+        """Where a trial of this run comes from; see `kgen.cache.records`."""
         hello, facts = self.hello, dict(self.facts)
         return provenance(
             self.device,

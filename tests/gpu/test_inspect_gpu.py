@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from kgen.cache.db import TuningDatabase
+from kgen.cache.records import TrialRecord
 from kgen.device import Device
 from kgen.foreign import read_foreign
 from kgen.heuristic import seeds
@@ -14,6 +16,7 @@ from kgen.problem import GemmProblem
 from kgen.render import render
 from kgen.search.events import TuneOptions
 from kgen.search.race import Race, race
+from kgen.search.refresh import refresh
 from kgen.search.rerun import rerun
 from kgen.search.tune import tune
 from kgen.settings import Settings
@@ -51,6 +54,25 @@ def test_a_stored_trial_is_repeated(settings: Settings, device: Device) -> None:
     assert 0 < found.checked.now.error < 4e-3
     assert row.median_us is not None
     assert found.checked.now.median_us == pytest.approx(row.median_us, rel=0.3)
+
+
+def test_winners_of_other_templates_are_refreshed(
+    settings: Settings, device: Device, tmp_path: Path
+) -> None:
+    """A copy of the database whose times are said to be of an older compiler."""
+    old = replace(settings, db=str(tmp_path / "old.db"))
+    with TuningDatabase.open(settings.db_url) as db, TuningDatabase.open(old.db_url) as copy:
+        for row in db.ranking(PROBLEM, device.name, device.num_sms):
+            values = {f.name: getattr(row, f.name) for f in fields(TrialRecord)}
+            values["provenance"] = {**row.provenance, "compiler": "nvrtc-1.0"}
+            copy.record(TrialRecord(**values))
+    _, (found,), _ = refresh(old, [PROBLEM], TuneOptions(finalists=2))
+    assert found.outcome == "refreshed", found.reason
+    assert list(found.changes) == ["compiler"]
+    assert not found.failures
+    assert found.ratio == pytest.approx(1.0, rel=0.3)
+    _, (again,), _ = refresh(old, [PROBLEM], TuneOptions(finalists=2))
+    assert again.outcome == "current"
 
 
 def test_an_unedited_source_ties_with_its_own_kernel(
