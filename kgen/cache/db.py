@@ -9,45 +9,36 @@ import artifacts, search, runtime or torch.
 from __future__ import annotations
 
 import os
-import random
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import Any, Final, TypeVar
-from weakref import WeakSet
+from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, func, insert, select, update
-from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 
 from kgen import __version__
-from kgen.cache import liveness, rows, schema, sqlite
-from kgen.cache.connect import Target, connect
+from kgen.cache import liveness, rows, schema
+from kgen.cache.connect import Target
+from kgen.cache.handle import BUSY_LIMIT_S, Handle
 from kgen.cache.records import (
     STATUSES,
+    DispatchTable,
     ProblemOutcome,
     RunRecord,
     Suggestion,
     TrialRecord,
     TrialRow,
 )
-from kgen.cache.schema import outcomes, runs, trials
-from kgen.errors import DatabaseError, UsageError
+from kgen.cache.schema import dispatch_tables, outcomes, runs, trials
+from kgen.errors import DatabaseError
 from kgen.problem import GemmProblem
 
-T = TypeVar("T")
-
-#: Seconds to wait for other writers before giving up.
-BUSY_LIMIT_S: Final = 30.0
 #: A run of another host counts as dead when it wrote nothing for this long.
 STALE_AFTER: Final = timedelta(hours=1)
 _ANY: Final = GemmProblem("dense", 1, 8, 16)
-_handles: Final[WeakSet[TuningDatabase]] = WeakSet()
 
 
-class TuningDatabase:
+class TuningDatabase(Handle):
     """One handle on a tuning database; threads may share it, processes each open their own.
 
     Every method raises DatabaseError: locked for longer than the limit, unreadable, a record
@@ -57,52 +48,8 @@ class TuningDatabase:
 
     def __init__(self, target: Target, busy_limit_s: float = BUSY_LIMIT_S) -> None:
         """For `open`, which is the way to get one."""
-        self.where = target.where
-        self._engine = target.engine
-        self.file = target.file
-        self._identity = target.file.identity if target.file else None
-        self._limit_s = busy_limit_s
-        self._pid = os.getpid()
+        super().__init__(target, busy_limit_s)
         self._own_runs: set[int] = set()
-        _handles.add(self)
-
-    @classmethod
-    def open(
-        cls,
-        url: str | Path,
-        *,
-        create: bool = True,
-        readonly: bool = False,
-        busy_limit_s: float = BUSY_LIMIT_S,
-    ) -> TuningDatabase:
-        """Open, and if need be create, the database at an SQLAlchemy URL or a path.
-
-        A missing or empty file is initialised (create=False: refused); an older schema is
-        converted after a backup; a newer one, another program's database, a file that is none
-        and a folder are refused untouched. `readonly` never writes, not even a journal mode.
-        """
-        db = cls(connect(url, create, readonly, busy_limit_s), busy_limit_s)
-        try:
-            db._prepare(create and not readonly)
-        except BaseException:
-            db.close()
-            raise
-        return db
-
-    def __enter__(self) -> TuningDatabase:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close all connections; a database in memory is gone then."""
-        self._engine.dispose()
-
-    def let_go(self) -> None:
-        """Close idle connections; the next use opens one again. Nothing in memory is lost."""
-        if self.file is not None or self._engine.dialect.name != "sqlite":
-            self._engine.dispose()
 
     # -- facts ---------------------------------------------------------------------------------
 
@@ -113,6 +60,10 @@ class TuningDatabase:
     def record_outcome(self, outcome: ProblemOutcome, run_id: int | None = None) -> int:
         """Append how a problem ended and commit; gives the row's id."""
         return self._append(outcomes.insert(), rows.outcome_values(outcome, run_id), run_id)
+
+    def record_table(self, table: DispatchTable, run_id: int | None = None) -> int:
+        """Append a dispatch table and commit; gives the row's id. The last of a class counts."""
+        return self._append(dispatch_tables.insert(), rows.table_values(table, run_id), run_id)
 
     def _append(self, statement: Any, values: dict[str, Any], run_id: int | None) -> int:
         if run_id is not None and run_id not in self._own_runs:
@@ -225,6 +176,14 @@ class TuningDatabase:
         where = _at(outcomes.c, problem, device_name, num_sms)
         return self._all(select(outcomes).where(*where).order_by(outcomes.c.id), rows.outcome_row)
 
+    def dispatch_table(
+        self, problem: GemmProblem, device_name: str, num_sms: int
+    ) -> DispatchTable | None:
+        """The last table made for the problem's class at any M on a device, or None."""
+        where = _at(dispatch_tables.c, problem, device_name, num_sms, any_m=True)
+        query = select(dispatch_tables).where(*where).order_by(dispatch_tables.c.id.desc()).limit(1)
+        return next(iter(self._all(query, rows.table_row)), None)
+
     def counts(
         self,
         problem: GemmProblem | None = None,
@@ -293,98 +252,6 @@ class TuningDatabase:
         query = update(runs).where(runs.c.id == run_id, *still).values(values)
         self.write(lambda connection: connection.execute(query))
 
-    # -- transactions --------------------------------------------------------------------------
-
-    def _prepare(self, create: bool) -> None:
-        version = self.read(lambda c: schema.read_version(c, self.where))
-        if version is None and not create:
-            raise DatabaseError(f"{self.where} is empty: `kgen tune` makes a database of it")
-        if version is not None and version < schema.SCHEMA_VERSION:
-            if not schema.can_migrate(version):
-                raise schema.refuse_older(self.where, version)
-            if not create:
-                raise DatabaseError(
-                    f"{self.where} has schema {version}: run `kgen tune` once to convert it to "
-                    f"{schema.SCHEMA_VERSION}"
-                )
-        if version != schema.SCHEMA_VERSION:
-            self.write(self._bring_up)
-        self.read(lambda c: schema.check_columns(c, self.where))
-
-    def _bring_up(self, connection: Connection) -> None:
-        """Create or migrate under the write lock; another starter may have been first."""
-        version = schema.read_version(connection, self.where)
-        if version is None:
-            schema.create(connection)
-        elif version < schema.SCHEMA_VERSION:
-            if self.file is not None:
-                sqlite.back_up(self.file, f"v{version}")
-            schema.migrate(connection, version)
-
-    def _all(self, query: Any, record_of: Callable[[dict[str, Any]], T]) -> list[T]:
-        """Every row as a record. A damaged file gives values that no kgen wrote."""
-        try:
-            found = self.read(lambda c: c.execute(query).mappings().all())
-            return [record_of(dict(row)) for row in found]
-        except (UsageError, ValueError, TypeError) as error:
-            raise DatabaseError(f"{self.where} holds a row that makes no sense: {error}") from error
-
-    def read(self, work: Callable[[Connection], T]) -> T:
-        """What `work` gives in one transaction; a lock may have it called again."""
-        return self._attempt(work, writes=False)
-
-    def write(self, work: Callable[[Connection], T]) -> T:
-        """As `read`, with the right to write: all of it is kept, or, where it raises, nothing."""
-        return self._attempt(work, writes=True)
-
-    def _attempt(self, work: Callable[[Connection], T], writes: bool) -> T:
-        """One transaction, tried again while others hold the lock, until the limit is reached."""
-        self._check_still_ours()
-        deadline = time.monotonic() + self._limit_s
-        pause = 0.005
-        while True:
-            try:
-                with self._transaction(writes) as connection:
-                    return work(connection)
-            except SQLAlchemyError as error:
-                busy = isinstance(error, DBAPIError) and sqlite.is_busy(error)
-                if not busy or time.monotonic() >= deadline:
-                    raise self._explain(error, busy) from error
-            except ValueError as error:  # a damaged file: text, or a driver's message, not UTF-8
-                raise DatabaseError(f"{self.where} can not be read: {error}") from error
-            time.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, 0.25)
-
-    def _check_still_ours(self) -> None:
-        if os.getpid() != self._pid:
-            raise DatabaseError(
-                f"{self.where} was opened by process {self._pid} and is used by its fork "
-                f"{os.getpid()}: open it again there, or start processes with 'spawn'"
-            )
-        if self.file is not None and self.file.identity != self._identity:
-            raise DatabaseError(f"{self.where} was moved or deleted while in use: start again")
-
-    @contextmanager
-    def _transaction(self, writes: bool) -> Iterator[Connection]:
-        with self._engine.connect() as connection:
-            connection.execution_options(kgen_writes=writes)
-            with connection.begin():
-                yield connection
-
-    def _explain(self, error: SQLAlchemyError, busy: bool) -> DatabaseError:
-        cause = getattr(error, "orig", None) or error
-        if busy:
-            return DatabaseError(
-                f"{self.where} was locked by another process for {self._limit_s:g} s: find what "
-                "holds it, or use another file with --db or KGEN_DB"
-            )
-        if isinstance(error, IntegrityError) or not isinstance(error, DBAPIError):
-            return DatabaseError(f"{self.where} refused a row: {cause}")
-        return DatabaseError(
-            f"{self.where} can not be used: {cause}; if the file system is at fault (a network "
-            "mount, a full disk), name a file on a local disk with --db or KGEN_DB"
-        )
-
 
 def _at(
     column: Any,
@@ -414,12 +281,3 @@ def _is_dead(run: RunRecord) -> bool:
         return datetime.now(UTC) - datetime.fromisoformat(run.heartbeat) > STALE_AFTER
     token = liveness.process_token(run.pid)
     return token is None or bool(token and run.process and token != run.process)
-
-
-def _before_fork() -> None:
-    """Close idle connections: SQLite forbids even closing in a child what its parent opened."""
-    for handle in list(_handles):
-        handle.let_go()
-
-
-os.register_at_fork(before=_before_fork)

@@ -237,6 +237,63 @@ class ProblemOutcome:
 
 
 @dataclass(frozen=True)
+class DispatchEntry:
+    """The kernel of every M above the entry before, up to `up_to`."""
+
+    up_to: int
+    config: GemmConfig
+    cubin_key: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchTable:
+    """Few kernels for a whole range of M: those of `problem`, whose own M says nothing.
+
+    points    every M at which kernels were timed; there, `bound` holds: a share of the best time
+    worst     the largest share by which an entry's kernel is slower than the best at a point
+    entries   by growing `up_to`; the first serves from M = 1, the last ends the table
+
+    Raises DatabaseError for entries out of order, none, or a bound that none can be.
+    """
+
+    problem: GemmProblem
+    device_name: str
+    num_sms: int
+    policy: str
+    bound: float
+    worst: float
+    points: tuple[int, ...]
+    entries: tuple[DispatchEntry, ...]
+    run_id: int | None = None
+    date: str = ""
+
+    def __post_init__(self) -> None:
+        _check_number("bound", self.bound, 0.0, 1.0)
+        _check_number("worst", self.worst, 0.0, self.bound)
+        for name, found in (
+            ("points", list(self.points)),
+            ("entries", [entry.up_to for entry in self.entries]),
+        ):
+            if not found or found != sorted(set(found)) or found[0] < 1:
+                raise DatabaseError(f"{name} at M = {found}: expected at least one, ascending")
+        if self.entries[-1].up_to != self.points[-1]:
+            raise DatabaseError(
+                f"the table ends at M = {self.entries[-1].up_to}: expected the last point, "
+                f"{self.points[-1]}"
+            )
+
+    @property
+    def num_kernels(self) -> int:
+        """Different cubins in it."""
+        return len({entry.cubin_key for entry in self.entries})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        entries = [asdict(e) | {"config": e.config.to_dict()} for e in self.entries]
+        return asdict(self) | {"entries": entries, "points": list(self.points)}
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """One `kgen tune`: who ran it, from when to when, and how it ended.
 

@@ -12,7 +12,15 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any, Final
 
-from kgen.cache.records import ProblemOutcome, RunRecord, Suggestion, TrialRecord, TrialRow
+from kgen.cache.records import (
+    DispatchEntry,
+    DispatchTable,
+    ProblemOutcome,
+    RunRecord,
+    Suggestion,
+    TrialRecord,
+    TrialRow,
+)
 from kgen.config import GemmConfig
 from kgen.problem import GemmProblem
 
@@ -96,6 +104,37 @@ def outcome_row(row: Mapping[str, Any]) -> ProblemOutcome:
         num_sms=row["device_num_sms"],
         run_id=row["run_id"],
         date=row["date"],
+        **{name: row[name] for name in names},
+    )
+
+
+def table_values(table: DispatchTable, run_id: int | None) -> dict[str, Any]:
+    """Column values of a new row."""
+    problem = asdict(table.problem)
+    del problem["m"]
+    kept = table.to_dict()
+    names = ("device_name", "policy", "bound", "worst", "points", "entries")
+    return {
+        **problem,
+        **{name: kept[name] for name in names},
+        "device_num_sms": table.num_sms,
+        "run_id": run_id,
+        "date": now(),
+    }
+
+
+def table_row(row: Mapping[str, Any]) -> DispatchTable:
+    """The table that a row of `dispatch_tables` holds; its problem has M = 1."""
+    names = ("device_name", "policy", "bound", "worst", "run_id", "date")
+    entries = tuple(
+        DispatchEntry(int(e["up_to"]), GemmConfig.from_dict(e["config"]), str(e["cubin_key"]))
+        for e in row["entries"]
+    )
+    return DispatchTable(
+        problem=_problem({**row, "m": 1}),
+        num_sms=row["device_num_sms"],
+        points=tuple(row["points"]),
+        entries=entries,
         **{name: row[name] for name in names},
     )
 

@@ -94,8 +94,9 @@ _UNTIMED: Final = " AND ".join(
 )
 
 
-def _problem_checks(name: str) -> list[CheckConstraint]:
-    extents = " AND ".join(_between(c, 1, MAX_EXTENT) for c in ("m", "n", "k", "groups"))
+def _problem_checks(name: str, *, any_m: bool = False) -> list[CheckConstraint]:
+    sizes = ("n", "k", "groups") if any_m else ("m", "n", "k", "groups")
+    extents = " AND ".join(_between(c, 1, MAX_EXTENT) for c in sizes)
     budget = _between("num_sms", 0, MAX_EXTENT)
     flags = " AND ".join(f"{flag} IN (FALSE, TRUE)" for flag in FLAGS)
     device = f"length(device_name) > 0 AND {_between('device_num_sms', 1, MAX_EXTENT)}"
@@ -189,6 +190,26 @@ outcomes: Final = Table(
 )
 
 
+dispatch_tables: Final = Table(
+    "dispatch_tables",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("run_id", Integer, ForeignKey("runs.id")),
+    Column("date", String, nullable=False),
+    *(column for column in _columns_of(GemmProblem) if column.name != "m"),
+    Column("device_name", String, nullable=False),
+    Column("device_num_sms", Integer, nullable=False),
+    Column("policy", String, nullable=False),
+    Column("bound", Float, nullable=False),
+    Column("worst", Float, nullable=False),
+    Column("points", JSON, nullable=False),
+    Column("entries", JSON, nullable=False),
+    CheckConstraint("bound BETWEEN 0 AND 1", name="dispatch_tables_bound"),
+    CheckConstraint("worst BETWEEN 0 AND bound", name="dispatch_tables_worst"),
+    *_problem_checks("dispatch_tables", any_m=True),
+)
+
+
 def read_version(connection: Connection, where: str) -> int | None:
     """The schema version of a database, or None of an empty one.
 
@@ -220,6 +241,7 @@ def create(connection: Connection) -> None:
     if connection.dialect.name == "sqlite":
         sqlite.append_only(connection, trials.name)
         sqlite.append_only(connection, outcomes.name)
+        sqlite.append_only(connection, dispatch_tables.name)
     connection.execute(
         insert(schema_info).values(id=1, version=SCHEMA_VERSION, kgen_version=__version__)
     )

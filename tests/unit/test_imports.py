@@ -22,7 +22,7 @@ PACKAGE = ROOT / "kgen"
 #: Layers from the lowest; a layer's groups; a group's modules, of which each may use the former.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors settings intervals",),
-    ("problem device config validity shapes shape_writer model_configs model_shapes",),
+    ("problem device config cover validity shapes shape_writer model_configs model_shapes",),
     (
         "model space heuristic",
         "cache.keys",
@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "sass",
         "disasm",
         "cache.artifacts",
-        "cache.liveness cache.sqlite cache.rows cache.schema cache.connect cache.db "
+        "cache.liveness cache.sqlite cache.rows cache.schema cache.connect cache.handle cache.db "
         "cache.transfer cache.bundle_rows cache.suggest cache.census",
         "runtime.driver runtime.tma runtime.kernel runtime.grouped_kernel runtime.wgrad_kernel "
         "runtime.kernels",
@@ -83,6 +83,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "cache.schema": {"sqlalchemy"},
     "cache.sqlite": {"sqlalchemy"},
     "cache.connect": {"sqlalchemy"},
+    "cache.handle": {"sqlalchemy"},
     "cache.db": {"sqlalchemy"},
     "cache.transfer": {"sqlalchemy"},
     "cache.bundle_rows": {"sqlalchemy"},
