@@ -24,7 +24,7 @@ from kgen.heuristic import default_config, predict_us
 from kgen.intervals import Interval, median_interval
 from kgen.problem import GemmProblem
 from kgen.render import render
-from kgen.runtime.lookup import Choice, choose, winners_of
+from kgen.runtime.lookup import Choice, Winner, choose, winners_of
 from kgen.space import count_invalid, num_points, valid_configs
 
 #: Kernels after the tie set that are listed.
@@ -116,7 +116,7 @@ def explain(
     `key_of` gives the key of the cubin that would be built today (None: nobody can tell). Raises
     InvalidConfig where the device fits no configuration, and DatabaseError.
     """
-    found, rankings, outcome = _stored(problem, device, database)
+    found, winners, outcome = _stored(problem, device, database)
     ranked = rows.ranking(found)
     samples = _samples(found, ranked)
     kernels = _kernels(problem, device, ranked, samples, _quiet(key_of))
@@ -126,7 +126,7 @@ def explain(
     return Explanation(
         problem=problem,
         device=device,
-        choice=choose(problem, device, winners_of(rankings), _quiet(key_of)),
+        choice=choose(problem, device, winners, _quiet(key_of)),
         num_points=num_points(sass_passes),
         num_valid=len(valid_configs(problem, device, sass_passes)),
         invalid_by_rule=dict(count_invalid(problem, device, sass_passes).most_common()),
@@ -144,15 +144,15 @@ def explain(
 
 def _stored(
     problem: GemmProblem, device: Device, database: TuningDatabase | None
-) -> tuple[list[TrialRow], list[list[TrialRow]], ProblemOutcome | None]:
-    """Trials of the problem, rankings of each M of its class, and its last outcome."""
+) -> tuple[list[TrialRow], tuple[Winner, ...], ProblemOutcome | None]:
+    """Trials of the problem, what the runtime finds of its class, and its last outcome."""
     if database is None:
-        return [], [], None
+        return [], (), None
     here = (problem, device.name, device.num_sms)
     outcomes = database.outcomes(*here)
     return (
         database.trials(*here),
-        database.rankings_by_m(*here),
+        winners_of(database.rankings_by_m(*here), database.dispatch_table(*here)),
         outcomes[-1] if outcomes else None,
     )
 

@@ -45,6 +45,7 @@ hand, or an H200 where there is none. IDs are what `kgen run-trial` takes."""
 #: What each origin of a choice means, in words.
 ORIGINS: Final = {
     "tuned": "exact: verified and timed for this very problem",
+    "table": "table: of the dispatch table, whose range ends at m={m}",
     "neighbour": "nearest: tuned for m={m}, and predicted to be no slower here than the default",
     "default": "heuristic: the analytic model's choice, nothing tuned applies",
 }

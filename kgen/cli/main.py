@@ -18,6 +18,7 @@ from kgen.cli import bench as bench_command
 from kgen.cli import (
     best,
     db,
+    dispatch_table,
     doctor,
     explain,
     misses,
@@ -35,7 +36,7 @@ from kgen.errors import Interrupted, KgenError, UsageError
 
 #: Modules of the subcommands, in the order of the help.
 COMMANDS: Final = (
-    *(tune, best, show, explain, render, run_trial, race),
+    *(tune, dispatch_table, best, show, explain, render, run_trial, race),
     *(bench_command, plot, shapes, misses, db, doctor),
 )
 FAILED: Final = 1

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 _MAX_PLANS: Final = 1 << 16
 #: Configurations tried after the chosen one and the default before the reference must answer.
 _SPARE_CONFIGS: Final = 3
-#: Origins of choices that were measured for the problem itself; the others are guesses.
-_MEASURED: Final = ("tuned", "foreign")
+#: Origins of choices that were measured for the problem itself, or whose cost over a range of M
+#: was; the others are guesses.
+_MEASURED: Final = ("tuned", "foreign", "table")
 
 
 class Builder(Protocol):
@@ -203,6 +204,8 @@ class Dispatcher:
     def _count(self, problem: GemmProblem, choice: Choice) -> None:
         if choice.origin in _MEASURED:
             self._stats.add("database_hits")
+            if choice.origin == "table":
+                self._stats.add("tables")
             return
         if choice.origin == "neighbour":
             self._stats.add("neighbours")

@@ -18,7 +18,7 @@ from kgen.problem import MAX_EXTENT, GemmProblem
 from kgen.validity import why_invalid
 
 if TYPE_CHECKING:
-    from kgen.cache.records import TrialRow
+    from kgen.cache.records import DispatchTable, TrialRow
 
 #: Seconds that a call may wait for a database that somebody else has locked.
 BUSY_LIMIT_S: Final = 2.0
@@ -32,13 +32,17 @@ _LEAST_BUCKET: Final = 16
 class Winner:
     """One of the fastest verified configurations of one tuned M, and the cubin its time belongs to.
 
-    `foreign`: the cubin is of a source by hand and can not be built from the configuration.
+    foreign      the cubin is of a source by hand and can not be built from the configuration
+    serves_from  of an entry of a dispatch table: the least M of its range, `m` being the largest
+    is_newer     timed after the dispatch table was made, which does not know of it
     """
 
     m: int
     config: GemmConfig
     cubin_key: str
     foreign: bool = False
+    serves_from: int | None = None
+    is_newer: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class Choice:
     """A configuration and where it comes from.
 
     origin    "tuned": measured and verified for this very problem · "foreign": the same of a source
-              by hand, whose cubin is `foreign_key` · "neighbour": for another M (`tuned_m`), and
+              by hand, whose cubin is `foreign_key` · "table": of a dispatch table, within its bound
+              at the points that it was made from · "neighbour": for another M (`tuned_m`), and
               predicted to be no slower here than the default · "default": the analytic model's,
               nothing tuned applies
     stale     winners left out because their cubin is not the one that would be built now
@@ -64,8 +69,9 @@ def read_winners(
 ) -> tuple[Winner, ...]:
     """Winners on this device for the problem's fields other than M, by growing M.
 
-    Of one M the fastest few, fastest first: after a change of compiler or templates the first may
-    be no kernel of today's, and the next one is. `foreign`: sources by hand as well.
+    The entries of the last dispatch table, if there is one, come first. Of one M the fastest few,
+    fastest first: after a change of compiler or templates the first may be no kernel of today's,
+    and the next one is. `foreign`: sources by hand as well.
 
     Raises DatabaseError: missing, not readable, another schema, or locked for BUSY_LIMIT_S.
     """
@@ -73,18 +79,37 @@ def read_winners(
 
     database = TuningDatabase.open(db_url, create=False, readonly=True, busy_limit_s=BUSY_LIMIT_S)
     try:
-        rankings = database.rankings_by_m(problem, device.name, device.num_sms, foreign=foreign)
+        here = (problem, device.name, device.num_sms)
+        rankings = database.rankings_by_m(*here, foreign=foreign)
+        table = database.dispatch_table(*here)
     finally:
         database.close()
-    return winners_of(rankings)
+    return winners_of(rankings, table)
 
 
-def winners_of(rankings: Iterable[Sequence[TrialRow]]) -> tuple[Winner, ...]:
-    """The fastest few of each ranking, in their order."""
-    return tuple(
-        Winner(row.problem.m, row.config, row.cubin_key, row.is_foreign)
-        for ranked in rankings
-        for row in ranked[:_FASTEST]
+def winners_of(
+    rankings: Iterable[Sequence[TrialRow]], table: DispatchTable | None = None
+) -> tuple[Winner, ...]:
+    """The entries of a table, and the fastest few of each ranking, in their order."""
+    entries = table.entries if table else ()
+    starts = [1, *(entry.up_to + 1 for entry in entries)]
+    since = table.date if table else ""
+    return (
+        *(
+            Winner(entry.up_to, entry.config, entry.cubin_key, serves_from=start)
+            for start, entry in zip(starts, entries, strict=False)
+        ),
+        *(
+            Winner(
+                row.problem.m,
+                row.config,
+                row.cubin_key,
+                row.is_foreign,
+                is_newer=bool(table) and row.date > since,
+            )
+            for ranked in rankings
+            for row in ranked[:_FASTEST]
+        ),
     )
 
 
@@ -98,7 +123,8 @@ def choose(
 
     `key_of` gives the key of the cubin that would be built now: a winner with another key was
     verified as another cubin, so it is left out, and counted as stale where nothing that was tuned
-    for this M is left (None: keys are not asked). A source by hand serves its own M only.
+    for this M is left (None: keys are not asked). A source by hand serves its own M only. Within
+    the range of a dispatch table its kernels come first, but for what was tuned since.
     """
     stale: list[Winner] = []
 
@@ -112,9 +138,15 @@ def choose(
             return False
         return True
 
+    ranges = [w for w in winners if w.serves_from is not None]
+    winners = [w for w in winners if w.serves_from is None]
     exact = next((w for w in winners if w.m == problem.m and usable(w)), None)
     if exact and exact.foreign:
         return Choice(exact.config, "foreign", exact.m, foreign_key=exact.cubin_key)
+    if not (exact and exact.is_newer):
+        entry = next((w for w in ranges if (w.serves_from or 0) <= problem.m <= w.m), None)
+        if entry and usable(entry):
+            return Choice(entry.config, "table", entry.m)
     if exact:
         return Choice(exact.config, "tuned", exact.m)
     # Sorting keeps the order of the winners of one M: fastest first.

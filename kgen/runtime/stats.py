@@ -25,7 +25,8 @@ class Stats:
     """Counters since the process started or `reset`; a call with a prepared launch counts nothing.
 
     compiles, cache_hits      kernels built, and found built in the artifact store
-    database_hits             problems that were tuned themselves
+    database_hits             problems that were tuned themselves, or that a dispatch table serves
+    tables                    the latter alone
     neighbours                problems served by the winner of another M
     database_misses           problems that were not tuned
     stale                     winners left out: verified as another cubin than today's
@@ -38,6 +39,7 @@ class Stats:
         "compiles",
         "cache_hits",
         "database_hits",
+        "tables",
         "neighbours",
         "database_misses",
         "stale",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+import kgen.runtime.gemm as g
 from kgen.cache.db import TuningDatabase
 from kgen.cache.records import TrialRecord
 from kgen.device import Device
@@ -14,7 +17,9 @@ from kgen.foreign import read_foreign
 from kgen.heuristic import seeds
 from kgen.problem import GemmProblem
 from kgen.render import render
+from kgen.search.dispatch_table import derive_table, measure_across
 from kgen.search.events import TuneOptions
+from kgen.search.gpu_run import gpu_run
 from kgen.search.race import Race, race
 from kgen.search.refresh import refresh
 from kgen.search.rerun import rerun
@@ -98,3 +103,40 @@ def test_a_source_that_mixes_up_scales_is_wrong(
     with TuningDatabase.open(settings.db_url) as db:
         row = db.trials(PROBLEM, statuses=("wrong",))[-1]
     assert row.is_foreign
+
+
+def test_few_kernels_serve_every_m(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table of three tuned M answers M between them in the runtime, and the results are right."""
+    made = Settings(tmp_path, jobs=4)
+    lines = [ShapeLine(PROBLEM.with_m(m), 1.0, "test") for m in (16, 64, 256)]
+    assert tune(lines, made, TuneOptions(trials=6, finalists=3)).exit_code == 0
+    with gpu_run(made, "dispatch-table") as gpu:
+        measure_across(gpu, PROBLEM, 2, 1)
+        key = partial(gpu.run.key, PROBLEM)
+        found = derive_table(gpu.run.db, PROBLEM, device, key, policy="cold", bound=0.03)
+        gpu.run.db.record_table(found.table, gpu.run.run_id)
+    assert found.is_smallest
+    assert found.table.points == (16, 32, 64, 128, 256)
+    assert found.table.worst <= 0.03
+    assert 1 <= found.table.num_kernels <= 5
+    monkeypatch.setenv("KGEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("KGEN_DB", raising=False)
+    g.reload()
+    g.reset_stats()
+    b = torch.randn(PROBLEM.n, PROBLEM.k, device="cuda")
+    b_cast = g.per_block_cast_to_fp8(b)
+    for m in (1, 16, 33, 100, 200, 256):
+        a_cast = g.per_token_cast_to_fp8(torch.randn(m, PROBLEM.k, device="cuda"))
+        out = torch.empty(m, PROBLEM.n, device="cuda", dtype=torch.bfloat16)
+        g.gemm_fp8_fp8_bf16_nt(a_cast, b_cast, out)
+        a_wide = a_cast[0].float() * a_cast[1].repeat_interleave(128, 1)[:, : PROBLEM.k]
+        b_scales = b_cast[1].repeat_interleave(128, 0)[: PROBLEM.n]
+        b_wide = b_cast[0].float() * b_scales.repeat_interleave(128, 1)[:, : PROBLEM.k]
+        expected = a_wide @ b_wide.T
+        assert (out.float() - expected).norm() / expected.norm() < 4e-3, f"m={m}"
+    stats = g.stats()
+    assert (stats["tables"], stats["database_misses"]) == (6, 0)
+    assert stats["loads"] == found.table.num_kernels
+    g.reload()

@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 PROBLEM = GemmProblem("dense", 64, 2112, 7168)
 LINE = "dense m=64 n=2112 k=7168"
 COMMANDS = (
-    *("tune", "best", "show", "explain", "render", "run-trial", "race"),
+    *("tune", "dispatch-table", "best", "show", "explain", "render", "run-trial", "race"),
     *("bench", "plot", "shapes", "misses", "db", "doctor"),
 )
 #: Options whose help has no default to state: they choose what is done, or are needed.

@@ -275,6 +275,22 @@ def test_a_source_by_hand_that_is_gone_gives_way_to_the_tuned_kernel(
     assert numbers(world, "database_hits") == [1]
 
 
+def test_a_dispatch_table_answers_every_m_with_few_kernels_and_is_no_miss(world: World) -> None:
+    """Where its kernel can not be built, the winner of the M answers."""
+    family = GemmProblem("dense", 1, N, K)
+    wide = replace(TUNED, block_n=56)
+    world.winners[family] = (
+        Winner(64, TUNED, f"key of {TUNED}", serves_from=1),
+        Winner(256, wide, f"key of {wide}", serves_from=65),
+        Winner(200, replace(TUNED, num_stages=3), f"key of {replace(TUNED, num_stages=3)}"),
+    )
+    for m in (1, 17, 63, 64, 65, 199, 200, 256):
+        call(m)
+    assert world.builder.built == [TUNED, wide]
+    assert numbers(world, "database_hits", "tables", "database_misses") == [8, 8, 0]
+    assert gemm.missed_shapes() == []
+
+
 def test_a_lost_database_warns_once_and_costs_one_try(world: World) -> None:
     world.database_error = "locked for 2 s"
     with pytest.warns(KgenWarning, match="default configurations, not tuned ones: locked") as seen:

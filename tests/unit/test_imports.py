@@ -59,7 +59,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "search.plan search.gpu_worker search.compile_pool search.builder search.gpu_body "
         "search.gpu_backend search.run search.session search.offline search.campaign search.tune "
-        "search.gpu_run search.recheck search.rerun search.race search.refresh",
+        "search.gpu_run search.recheck search.rerun search.race search.refresh "
+        "search.dispatch_table",
         "runtime.counting runtime.dispatch runtime.plain runtime.cast_launch "
         "runtime.turn runtime.swiglu runtime.casts runtime.routing "
         "runtime.moe runtime.copies runtime.calls runtime.grouped runtime.bf16 runtime.dgrad "
@@ -68,6 +69,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("bench",),  # nn, compat, serve: to come
     (
         "cli.output cli.arguments cli.board cli.progress cli.trial_log cli.refresh cli.tune "
+        "cli.dispatch_table "
         "cli.best cli.show cli.render cli.explain cli.run_trial cli.race cli.host_cost "
         "cli.cast_speed "
         "cli.bench cli.plot cli.shapes cli.misses cli.db_bundles cli.db cli.doctor cli.main",
