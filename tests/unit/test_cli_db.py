@@ -200,4 +200,4 @@ def test_verify_needs_a_gpu(db: Path, monkeypatch: pytest.MonkeyPatch, capsys: C
     assert main(["db", "verify"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert "winners are checked on a GPU, and there is none here" in err
+    assert "verify needs a GPU, and there is none here" in err
