@@ -18,7 +18,7 @@ from kgen.config import GemmConfig
 from kgen.device import Device
 from kgen.errors import UsageError
 from kgen.problem import GemmProblem
-from kgen.render import problem_class
+from kgen.render import declared_entries, problem_class
 from kgen.validity import why_invalid
 
 #: Rules that were fitted to what compiles without spills: a source by hand may do better.
@@ -27,7 +27,6 @@ FITTED_RULES: Final = frozenset({"registers", "accumulators_vector"})
 MAX_BYTES: Final = 4 << 20
 _AXIS: Final = re.compile(r"^// (\w+) = (\S+)$")
 _CLASS: Final = re.compile(r"^// Problem class: (.+)$")
-_KERNEL: Final = re.compile(r"\b(\w+)\s*\(\s*const\s+__grid_constant__\b")
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def read_foreign(
     invalid = why_invalid(problem, config, device)
     if invalid and invalid.rule not in FITTED_RULES:
         raise UsageError(f"{path}: {config} can not be launched for {problem}: {invalid.reason}")
-    entries = _KERNEL.findall(text)
+    entries = declared_entries(text)
     if len(entries) != 1:
         raise UsageError(
             f"{path}: {len(entries)} kernels that take `const __grid_constant__` arguments; "

@@ -21,7 +21,6 @@ from kgen.config import QUEUE_SLOTS, GemmConfig, queue_slot_bytes, resources_of
 from kgen.errors import RenderError
 from kgen.problem import BY_K_RECIPES, D_DTYPE_BYTES, OPTIONAL, GemmProblem
 
-ENTRY = "kgen_gemm"
 #: Fields of a problem that its source depends on, whatever the configuration.
 _CLASS_FIELDS: Final = (
     "recipe",
@@ -32,6 +31,7 @@ _CLASS_FIELDS: Final = (
     "fast_accum",
     "accumulate",
 )
+_DECLARED: Final = re.compile(r"\b(\w+)\s*\(\s*const\s+__grid_constant__\b")
 _TITLES: Final = {
     "block": "FP8 block-scaled",
     "row": "FP8 row-scaled",
@@ -74,6 +74,32 @@ def problem_class(problem: GemmProblem, config: GemmConfig) -> str:
     return " ".join(parts)
 
 
+def entry_name(problem: GemmProblem, config: GemmConfig) -> str:
+    """The kernel's name, which says problem and tile in any profiler.
+
+    kgen_, then kind, scales, type of D and what else is not usual of the problem; tile, stages and
+    math warpgroups; accumulators, cluster and splits of K where there are several; N and K where
+    they are constants. M is none of a kernel's: ranges (KGEN_NVTX) tell whole problems. Axes that
+    change no source are left out, so that kernels that are the same have one name.
+    """
+    p, c = problem, config
+    parts = ["kgen", p.kind, "bf16" if p.recipe == "none" else p.recipe]
+    operands = (("a", p.a_dtype), ("b", p.b_dtype))
+    parts += [f"{name}_{dtype}" for name, dtype in operands if dtype not in ("e4m3", "bf16")]
+    parts += [f"to_{p.d_dtype}"]
+    parts += [name for name in ("bias", "fast_accum", "accumulate") if getattr(p, name)]
+    parts += [f"{c.block_m}x{c.block_n}", f"s{c.num_stages}", f"w{c.num_math_warpgroups}"]
+    if c.num_accumulators > 1:
+        parts.append(f"acc{c.num_accumulators}")
+    if c.cluster_m * c.cluster_n > 1:
+        parts.append(f"cluster{c.cluster_m}x{c.cluster_n}")
+    if c.split_k > 1:
+        parts.append(f"split{c.split_k}")
+    if c.baked_dims == "nk":
+        parts.append(f"n{p.n}_k{p.k}")
+    return "_".join(parts)
+
+
 def render(problem: GemmProblem, config: GemmConfig, folder: Path | None = None) -> Source:
     """The source of one kernel; it serves every M (and every N and K unless they are baked).
 
@@ -92,7 +118,21 @@ def render(problem: GemmProblem, config: GemmConfig, folder: Path | None = None)
             f"// Body SHA-256: {digest}",
         ]
     )
-    return Source(f"{head}\n\n{body}", digest, ENTRY, name, config)
+    # Templates of another commit may have another name.
+    return Source(f"{head}\n\n{body}", digest, declared_entry(body), name, config)
+
+
+def declared_entries(source: str) -> list[str]:
+    """Names of the kernels of a source that take their arguments as kgen launches them."""
+    return _DECLARED.findall(source)
+
+
+def declared_entry(source: str) -> str:
+    """The name of its only kernel; raises RenderError for none or several."""
+    found = declared_entries(source)
+    if len(found) != 1:
+        raise RenderError(f"the templates give {len(found)} kernels: {', '.join(found) or 'none'}")
+    return found[0]
 
 
 def render_plain(template: str, entry: str, variables: Mapping[str, Any]) -> PlainSource:
@@ -124,6 +164,7 @@ def _variables(problem: GemmProblem, config: GemmConfig) -> dict[str, Any]:
         **config.to_dict(),
         **asdict(resources_of(config, problem)),
         **{name: getattr(problem, name) for name in _CLASS_FIELDS},
+        "entry": entry_name(problem, config),
         "kind": problem.kind,
         "is_grouped": problem.is_grouped,
         "promotes": problem.promotes,

@@ -42,6 +42,7 @@ class Settings:
     record, misses       shapes files that running programs keep: what they call, and what of it
                          was not tuned; `{pid}` stands for the process; empty: none
     foreign              whether the runtime may use kernels of sources by hand (`kgen race`)
+    nvtx                 whether the runtime marks its calls for profilers
     """
 
     cache_dir: Path
@@ -55,6 +56,7 @@ class Settings:
     record: str = ""
     misses: str = ""
     foreign: bool = False
+    nvtx: bool = False
 
     def __post_init__(self) -> None:
         if not _COMPILER.fullmatch(self.compiler):
@@ -113,6 +115,7 @@ class Settings:
             record=record,
             misses=misses,
             foreign=_flag(env, "KGEN_FOREIGN"),
+            nvtx=_flag(env, "KGEN_NVTX"),
         )
 
 

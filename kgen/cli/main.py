@@ -23,6 +23,7 @@ from kgen.cli import (
     explain,
     misses,
     plot,
+    profile,
     race,
     render,
     run_trial,
@@ -36,7 +37,7 @@ from kgen.errors import Interrupted, KgenError, UsageError
 
 #: Modules of the subcommands, in the order of the help.
 COMMANDS: Final = (
-    *(tune, dispatch_table, best, show, explain, render, run_trial, race),
+    *(tune, dispatch_table, best, show, explain, render, run_trial, race, profile),
     *(bench_command, plot, shapes, misses, db, doctor),
 )
 FAILED: Final = 1

@@ -184,7 +184,14 @@ def _make_dispatcher(ordinal: int) -> Dispatcher | str:
             chosen = Settings.from_env()
             try:
                 builder = StoredBuilder(chosen)
-                made = Dispatcher(ordinal, builder, chosen.db_url, STATS, foreign=chosen.foreign)
+                made = Dispatcher(
+                    ordinal,
+                    builder,
+                    chosen.db_url,
+                    STATS,
+                    foreign=chosen.foreign,
+                    nvtx=chosen.nvtx,
+                )
             except KgenError as error:
                 raise_if_final(error)
                 dispatchers[ordinal] = str(error)

@@ -1,7 +1,8 @@
-"""Kernels and launches that count their runs, where calls are recorded (`kgen.runtime.record`).
+"""Kernels and launches that count their runs, where calls are recorded (`kgen.runtime.record`), or
+mark them for profilers.
 
-Takes a loaded kernel, gives one that does the same and counts. Where nothing is recorded a kernel
-stays as it is, so that a prepared call pays nothing. Must not import cache, build or search.
+Takes a loaded kernel, gives one that does the same and counts or marks. Where neither is asked for
+a kernel stays as it is: a prepared call pays nothing. Must not import cache, build or search.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from kgen.problem import GemmProblem
+from kgen.runtime import nvtx
 from kgen.runtime.kernel import Kernel, Launch
 from kgen.runtime.kernels import KERNELS
 from kgen.runtime.operands import Sizes
@@ -32,13 +34,37 @@ class CountedLaunch(Launch):
         super().run(stream)
 
 
-class _Counting(Kernel):
-    """Mixed into a class of kernels: their launches count their runs."""
+class MarkedLaunch(Launch):
+    """A launch whose runs stand in a range of the given text on a profiler's timeline."""
 
-    _cell: list[int]
+    __slots__ = ("_inner", "_text")
+
+    def __init__(self, launch: Launch, text: str) -> None:
+        for name in Launch.__slots__:
+            setattr(self, name, getattr(launch, name))
+        self._inner = launch
+        self._text = text
+
+    def run(self, stream: int) -> None:
+        """As in Launch, in a range."""
+        nvtx.push(self._text)
+        try:
+            self._inner.run(stream)
+        finally:
+            nvtx.pop()
+
+
+class _Counting(Kernel):
+    """Mixed into a class of kernels: their launches count or mark their runs."""
+
+    _cell: list[int] | None
+    _mark: str
 
     def _launch(self, *args: Any) -> Launch:
-        return CountedLaunch(super()._launch(*args), self._cell)
+        launch = super()._launch(*args)
+        if self._cell is not None:
+            launch = CountedLaunch(launch, self._cell)
+        return MarkedLaunch(launch, self._mark) if self._mark else launch
 
 
 #: By kind of problem, as KERNELS.
@@ -48,17 +74,21 @@ _COUNTING: Final[dict[str, type[_Counting]]] = {
 }
 
 
-def counted(kernel: Kernel, problem: GemmProblem, guessed: bool) -> Kernel:
-    """The kernel for calls of a problem: one that counts them, or itself where none are recorded.
+def counted(kernel: Kernel, problem: GemmProblem, guessed: bool, *, marked: bool = False) -> Kernel:
+    """The kernel for calls of a problem: one that counts them where calls are recorded, and marks
+    them if `marked`; else itself.
 
     `guessed`: it was not tuned for this problem.
     """
     cell = RECORDER.cell(problem, guessed)
-    if cell is None:
+    mark = f"kgen {problem}" if marked and nvtx.can_mark() else ""
+    if cell is None and not mark:
         return kernel
     counting = _COUNTING[kernel.kind]
     made = counting.__new__(counting)
-    vars(made).update(vars(kernel), _cell=cell)  # it shares everything with the one it is made of
+    vars(made).update(
+        vars(kernel), _cell=cell, _mark=mark
+    )  # it shares everything with the one it is made of
     return made
 
 

@@ -71,16 +71,26 @@ class Dispatcher:
     """Plans for one device. Threads may share it."""
 
     def __init__(
-        self, ordinal: int, builder: Builder, db_url: str, stats: Stats, *, foreign: bool = False
+        self,
+        ordinal: int,
+        builder: Builder,
+        db_url: str,
+        stats: Stats,
+        *,
+        foreign: bool = False,
+        nvtx: bool = False,
     ) -> None:
-        """`foreign`: kernels of sources by hand may answer. Raises DriverError when the device's
-        facts can not be had."""
+        """`foreign`: kernels of sources by hand may answer; `nvtx`: calls are marked for profilers.
+
+        Raises DriverError when the device's facts can not be had.
+        """
         self.ordinal = ordinal
         self.device = driver.device_facts(ordinal)
         self._builder = builder
         self._db_url = db_url
         self._stats = stats
         self._foreign = foreign
+        self._nvtx = nvtx
         self._lock = threading.RLock()
         self._plans: dict[GemmProblem, Plan] = {}
         self._winners: dict[GemmProblem, tuple[Winner, ...]] = {}
@@ -116,7 +126,8 @@ class Dispatcher:
                 else:
                     self._count(problem, candidate)
                     guessed = candidate.origin not in _MEASURED
-                    return Plan(counted(kernel, problem, guessed), candidate)
+                    kernel = counted(kernel, problem, guessed, marked=self._nvtx)
+                    return Plan(kernel, candidate)
         except KgenError as error:
             raise_if_final(error)
             failures.append(error)

@@ -29,6 +29,7 @@ from kgen.runtime import driver
 from kgen.runtime.grouped_kernel import GroupedKernel
 from kgen.runtime.kernel import Kernel, Launch, current_stream
 from kgen.runtime.kernels import KERNELS
+from kgen.runtime.nvtx import nvtx_range
 from kgen.runtime.wgrad_kernel import KGroupedKernel
 from kgen.search.gpu_worker import Hello, Measured
 from kgen.verify import Seal, Verified, shared_growths, verify
@@ -121,7 +122,10 @@ class GpuBody:
         load = Kernel.load if problem.kind == "dense" else KERNELS[problem.kind].load
         kernel = load(cubin.data, cubin.entry, config, cubin.problem, self._ordinal)
         try:
-            with _explained(f"verification of {config} for {problem}"):
+            with (
+                nvtx_range(f"kgen verify {problem}: {config}"),
+                _explained(f"verification of {config} for {problem}"),
+            ):
                 verified = self._verified(kernel, self._case)
         except WrongResult as error:
             kernel.unload()
@@ -210,7 +214,8 @@ class GpuBody:
             contender = self._contenders[key]
             run = contender.launch.run
             calls[key] = (contender.verified, lambda run=run: run(stream))
-        with _explained("timing"):
+        assert self._case is not None, "a problem is open"
+        with nvtx_range(f"kgen time {self._case.problem}"), _explained("timing"):
             return measure_many(calls, policy_named(policy), self._device)
 
     def _measured(self, timings: dict[str, Timing]) -> list[Measured]:
@@ -226,6 +231,12 @@ class GpuBody:
             )
             for key, timing in timings.items()
         ]
+
+    def launch(self, key: str, text: str) -> None:
+        """Run a verified candidate once, in a range of this text, and wait for it."""
+        with nvtx_range(text), _explained("a launch"):
+            self._contenders[key].launch.run(current_stream(self._ordinal))
+            torch.cuda.synchronize()
 
     def check_policy(self, policy: str) -> None:
         """Try the policy on a fill: if that can not be timed, no candidate is to blame."""

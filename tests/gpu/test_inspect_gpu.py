@@ -13,13 +13,17 @@ import kgen.runtime.gemm as g
 from kgen.cache.db import TuningDatabase
 from kgen.cache.records import TrialRecord
 from kgen.device import Device
+from kgen.errors import KgenError
 from kgen.foreign import read_foreign
-from kgen.heuristic import seeds
+from kgen.heuristic import default_config, seeds
 from kgen.problem import GemmProblem
-from kgen.render import render
+from kgen.render import entry_name, render
+from kgen.runtime import driver, nvtx
+from kgen.search.builder import create
 from kgen.search.dispatch_table import derive_table, measure_across
 from kgen.search.events import TuneOptions
 from kgen.search.gpu_run import gpu_run
+from kgen.search.profile import find_ncu, leading_stalls, profile
 from kgen.search.race import Race, race
 from kgen.search.refresh import refresh
 from kgen.search.rerun import rerun
@@ -139,4 +143,49 @@ def test_few_kernels_serve_every_m(
     stats = g.stats()
     assert (stats["tables"], stats["database_misses"]) == (6, 0)
     assert stats["loads"] == found.table.num_kernels
+    g.reload()
+
+
+def test_the_counters_of_a_kernel(settings: Settings, device: Device) -> None:
+    """Where Nsight Compute is there and permitted; the kernel's name is in its report."""
+    try:
+        ncu = find_ncu(cuda_home=Settings.from_env().cuda_home)
+    except KgenError as error:
+        pytest.skip(str(error))
+    config = default_config(PROBLEM, device)
+    cubin = create(settings, driver.driver_version()).build(PROBLEM, config)
+    try:
+        found = profile(PROBLEM, cubin, ncu)
+    except KgenError as error:
+        if "ERR_NVGPUCTRPERM" not in str(error):
+            raise
+        pytest.skip(str(error))
+    assert found.kernel.startswith(entry_name(PROBLEM, config))
+    assert any(metric.is_dram and metric.value is not None for metric in found.metrics)
+    assert any(metric.is_tensor and metric.value is not None for metric in found.metrics)
+    assert leading_stalls(found.metrics, 3)
+
+
+def test_calls_stand_in_ranges(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own NVTX is used, and results stay the same."""
+    monkeypatch.setenv("KGEN_CACHE_DIR", str(settings.cache_dir))
+    monkeypatch.delenv("KGEN_DB", raising=False)
+    marks: list[str] = []
+    real = nvtx.push
+
+    def push(text: str) -> None:
+        marks.append(text)
+        real(text)
+
+    monkeypatch.setattr(nvtx, "push", push)
+    a = g.per_token_cast_to_fp8(torch.randn(PROBLEM.m, PROBLEM.k, device="cuda"))
+    b = g.per_block_cast_to_fp8(torch.randn(PROBLEM.n, PROBLEM.k, device="cuda"))
+    outs = []
+    for value in ("0", "1"):
+        monkeypatch.setenv("KGEN_NVTX", value)
+        g.reload()
+        outs.append(g.mm_fp8_nt(a, b))
+    assert torch.equal(*outs)
+    assert marks == [f"kgen {PROBLEM}"]
+    monkeypatch.delenv("KGEN_NVTX")
     g.reload()

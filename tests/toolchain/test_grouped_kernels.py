@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kgen.compiler import Compiler, compile_source
+from kgen.compiler import Compiled, Compiler, compile_source
 from kgen.config import GemmConfig
 from kgen.device import H200
 from kgen.errors import CompileError
@@ -26,11 +26,16 @@ def problem(kind: str, m: int = 512, groups: int = 8, d_dtype: str = "bf16") -> 
     return GemmProblem(kind, m, 4096, 7168, groups=groups, d_dtype=d_dtype)
 
 
+def compiled(p: GemmProblem, config: GemmConfig, compiler: Compiler) -> Compiled:
+    source = render(p, config)
+    return compile_source(source.text, compiler, entry=source.entry)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("m", "groups"), SIZES)
 def test_defaults_compile(kind: str, m: int, groups: int, nvrtc: Compiler) -> None:
     p = problem(kind, m, groups)
-    made = compile_source(render(p, default_config(p, H200)).text, nvrtc)
+    made = compiled(p, default_config(p, H200), nvrtc)
     assert made.spill_bytes == 0
 
 
@@ -43,7 +48,7 @@ def test_a_draw_of_the_space_compiles(kind: str, d_dtype: str, nvrtc: Compiler) 
     spilled = []
     for config in drawn:
         try:
-            compile_source(render(p, config).text, nvrtc)
+            compiled(p, config, nvrtc)
         except CompileError as error:
             spilled.append((config, str(error)))
     assert all("spilled" in error for _, error in spilled), spilled
@@ -59,4 +64,4 @@ def test_every_branch_compiles_on_every_compiler(kind: str, compiler: Compiler) 
         GemmConfig(num_accumulators=2, cluster_n=2, baked_dims="nk"),
     ]
     for config in configs:
-        compile_source(render(problem(kind), config).text, compiler)
+        compiled(problem(kind), config, compiler)

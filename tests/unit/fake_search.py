@@ -104,6 +104,9 @@ class FakeGpu:
         self.verified[cubin.key] = cubin.config
         return 1.7e-3
 
+    def launch(self, key: str, text: str) -> None:
+        self._note(f"launch {self.verified[key]} in {text}")
+
     def time(self, keys: tuple[str, ...], policy: str) -> list[Measured]:
         begin = time.monotonic()
         time.sleep(self.trial_s * len(keys))

@@ -42,7 +42,17 @@ ROOT = Path(__file__).parents[2]
 PROBLEM = GemmProblem("dense", 64, 2112, 7168)
 LINE = "dense m=64 n=2112 k=7168"
 COMMANDS = (
-    *("tune", "dispatch-table", "best", "show", "explain", "render", "run-trial", "race"),
+    *(
+        "tune",
+        "dispatch-table",
+        "best",
+        "show",
+        "explain",
+        "render",
+        "run-trial",
+        "race",
+        "profile",
+    ),
     *("bench", "plot", "shapes", "misses", "db", "doctor"),
 )
 #: Options whose help has no default to state: they choose what is done, or are needed.
@@ -255,7 +265,7 @@ def test_render_needs_neither_torch_nor_cuda() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "kgen_gemm" in done.stdout
+    assert "kgen_dense_block_to_bf16_" in done.stdout
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:

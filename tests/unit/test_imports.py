@@ -46,6 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "runtime.wgrad_operands runtime.wgrad_ops",
         "runtime.stats runtime.record",
         "runtime.guard",
+        "runtime.nvtx",
     ),
     ("build", "verify grouped_verify wgrad_verify", "runtime.lookup", "cache.bundles"),
     (
@@ -60,7 +61,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "search.plan search.gpu_worker search.compile_pool search.builder search.gpu_body "
         "search.gpu_backend search.run search.session search.offline search.campaign search.tune "
         "search.gpu_run search.recheck search.rerun search.race search.refresh "
-        "search.dispatch_table",
+        "search.dispatch_table search.profile_target search.profile",
         "runtime.counting runtime.dispatch runtime.plain runtime.cast_launch "
         "runtime.turn runtime.swiglu runtime.casts runtime.routing "
         "runtime.moe runtime.copies runtime.calls runtime.grouped runtime.bf16 runtime.dgrad "
@@ -70,7 +71,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "cli.output cli.arguments cli.board cli.progress cli.trial_log cli.refresh cli.tune "
         "cli.dispatch_table "
-        "cli.best cli.show cli.render cli.explain cli.run_trial cli.race cli.host_cost "
+        "cli.best cli.show cli.render cli.explain cli.run_trial cli.race cli.profile cli.host_cost "
         "cli.cast_speed "
         "cli.bench cli.plot cli.shapes cli.misses cli.db_bundles cli.db cli.doctor cli.main",
     ),
@@ -134,6 +135,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "runtime.copies": {"torch"},
     "runtime.calls": {"torch"},
     "runtime.guard": {"torch"},
+    "runtime.nvtx": {"torch"},
     "runtime.dispatch": {"torch"},
     "runtime.gemm": {"torch"},
     "bench": {"torch"},
@@ -159,6 +161,11 @@ NEVER_REACHED: dict[str, set[str]] = {
     "search.events": {"torch", "cuda", "optuna", "sqlalchemy"},
     "search.tune": {"torch"},
     "search.recheck": {"torch"},
+    "search.gpu_run": {"torch"},
+    "search.race": {"torch"},
+    "search.refresh": {"torch"},
+    "search.dispatch_table": {"torch"},
+    "search.profile": {"torch"},
     # What a bundle brings is never run, built or even rendered on its way in.
     "cache.bundles": {"torch", "cuda", "jinja2", "kgen.build", "kgen.runtime", "kgen.search"},
     "cache.container": {"sqlalchemy", "pickle"},

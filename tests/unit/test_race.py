@@ -21,7 +21,7 @@ from kgen.foreign import ForeignSource, read_foreign
 from kgen.heuristic import default_config
 from kgen.intervals import Interval
 from kgen.problem import GemmProblem
-from kgen.render import render
+from kgen.render import entry_name, render
 from kgen.search.events import TuneOptions
 from kgen.search.race import race, verdict
 from kgen.search.rerun import rerun
@@ -66,7 +66,11 @@ def tune(settings: Settings, make_trial: MakeTrial, config: GemmConfig = TUNED) 
 
 def test_header_gives_the_configuration(file: Path) -> None:
     source = read_foreign(file, PROBLEM, H200)
-    assert (source.config, source.entry, source.name) == (BASE, "kgen_gemm", "mine.cu")
+    assert (source.config, source.entry, source.name) == (
+        BASE,
+        entry_name(PROBLEM, BASE),
+        "mine.cu",
+    )
     assert source.text == file.read_text()
     other = read_foreign(file, PROBLEM, H200, {"num_stages": 6})
     assert other.config == replace(BASE, num_stages=6)
@@ -91,7 +95,7 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     "an axis lost": (lambda t: t.replace("// split_k = 1\n", ""), "does not state split_k: begin"),
     "no number": (lambda t: t.replace("// split_k = 1\n", "// split_k = x\n"), "whole number"),
     "no such axis": (lambda t: "// blok_m = 64\n" + t, "header says blok_m=64: no such axis"),
-    "two kernels": (lambda t: t + t[t.index("kgen_gemm") :], "2 kernels that take"),
+    "two kernels": (lambda t: t + t[t.index("kgen_dense") :], "2 kernels that take"),
     "no kernel": (lambda t: t.replace("__grid_constant__", ""), "0 kernels"),
     "another class": (lambda t: t.replace("d_dtype=bf16", "d_dtype=fp32"), "problem class"),
     "not launchable": (lambda t: t.replace("// num_stages = 8", "// num_stages = 1"), "2 to 16"),

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = nk
 // sass_pass = none
-// Body SHA-256: 6b8b34d2bd839683b463210f5fa10cc5d85aee7448b04ac51db919568477d3de
+// Body SHA-256: b4063bb3a5fe9dc83ac45a946daa4deab98779d6c5f338fd23558cd6bb167dd5
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -718,7 +718,7 @@ __device__ __forceinline__ void store_tiles(const GemmArgs& args, const Extent& 
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-kgen_gemm(const __grid_constant__ GemmArgs args) {
+kgen_dense_bf16_to_fp32_bias_256x128_s2_w2_n2112_k7168(const __grid_constant__ GemmArgs args) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 smem = smem_address(shared);
     const u32 warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: d25767e470d6a832b7f83bb0c511a592db634c5766db1a158c513b278e28c536
+// Body SHA-256: a8a05cb417829660bbbc041c16c4bce56f9781998b5649c00e81d132b82b6a1f
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -922,7 +922,7 @@ __device__ __forceinline__ void find_and_store_tiles(const GroupedArgs& args, co
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-kgen_gemm(const __grid_constant__ GroupedArgs args) {
+kgen_contiguous_bf16_to_bf16_128x208_s4_w2_cluster1x2(const __grid_constant__ GroupedArgs args) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 smem = smem_address(shared);
     const u32 warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;

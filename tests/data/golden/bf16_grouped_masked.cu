@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 8ea1eb2a5413fc88f645b228f4ab72c1d220fe4e338ed05dc0d047276d8a7470
+// Body SHA-256: 69a45af9556f9debe78e01c0372caf828107187ee0900acbd4e8f835b4e219aa
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -902,7 +902,7 @@ __device__ __forceinline__ void find_and_store_tiles(const GroupedArgs& args, co
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-kgen_gemm(const __grid_constant__ GroupedArgs args) {
+kgen_masked_bf16_to_bf16_32x88_s4_w1(const __grid_constant__ GroupedArgs args) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 smem = smem_address(shared);
     const u32 warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: c63b2d725181ae16f46f73839dab2dcd02bd5f7e20e68f656471067b1fe99f96
+// Body SHA-256: a49c4384c2d6dc0b5dd585b526a844d43542eeb20494d04c7044491ab6cda9dc
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -635,7 +635,7 @@ __device__ __forceinline__ void store_tile(const GemmArgs& args, float (&sum)[kN
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-kgen_gemm(const __grid_constant__ GemmArgs args) {
+kgen_dense_bf16_to_bf16_16x64_s12_w1_split4(const __grid_constant__ GemmArgs args) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 smem = smem_address(shared);
     const u32 warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;

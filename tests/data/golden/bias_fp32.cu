@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 8df31cb7d93bb5ada77282c9c4bb6add655fb83e6e3ca3802170c42486a6d9ab
+// Body SHA-256: 8906fbe853b5e35939292aee20f86548346e1d2bebec4b7f84c44ca62b187d67
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -829,7 +829,7 @@ __device__ __forceinline__ void store_tiles(const GemmArgs& args, const Extent& 
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-kgen_gemm(const __grid_constant__ GemmArgs args) {
+kgen_dense_block_to_fp32_bias_128x128_s4_w2(const __grid_constant__ GemmArgs args) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 smem = smem_address(shared);
     const u32 warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 58d2e41155c16653f190cb03c6087949bd53d75208ed78bc9f057835faf226f0
+// Body SHA-256: 0ee6c340c3385d968791b5edd73a8b6a94b28568f8349bbeba7c18d8dff88b5f
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -771,7 +771,7 @@ __device__ __forceinline__ void store_tiles(const GemmArgs& args, const Extent& 
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-kgen_gemm(const __grid_constant__ GemmArgs args) {
+kgen_dense_block_to_bf16_128x128_s4_w2(const __grid_constant__ GemmArgs args) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 smem = smem_address(shared);
     const u32 warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 2384cc6c3b39c498c473d3f3370c45e23dcecb40b09c3a22f12603701417a9bf
+// Body SHA-256: 76debddccde5e7cdedcf3845e99763544d1ad4187279c0309550348f8970b357
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -1022,7 +1022,7 @@ __device__ __forceinline__ void find_and_store_tiles(const GroupedArgs& args, co
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-kgen_gemm(const __grid_constant__ GroupedArgs args) {
+kgen_contiguous_block_to_bf16_128x152_s4_w2(const __grid_constant__ GroupedArgs args) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 smem = smem_address(shared);
     const u32 warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 785538a2bf061f0483b59e9deba5203ed0477607a1af220380dac336314a4ce5
+// Body SHA-256: 803066fb1a8c3f89ee0302afb5248ce989b543002eeeaf2d9e23cb4b3edfc741
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -999,7 +999,7 @@ __device__ __forceinline__ void find_and_store_tiles(const GroupedArgs& args, co
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-kgen_gemm(const __grid_constant__ GroupedArgs args) {
+kgen_masked_block_to_bf16_64x128_s4_w1_cluster1x2(const __grid_constant__ GroupedArgs args) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 smem = smem_address(shared);
     const u32 warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;

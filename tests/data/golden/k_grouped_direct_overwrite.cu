@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 09b604086d398eafd9f0fdcc37eb4337ccc4b0861a32b401ace7a804995268a5
+// Body SHA-256: c05a26578f394a48233eb80c8fa452ec34379ffb6e552b5d7decfc8610da02e8
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -877,7 +877,7 @@ __device__ __forceinline__ void find_and_store_tiles(const WgradArgs& args, cons
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-kgen_gemm(const __grid_constant__ WgradArgs args) {
+kgen_k_grouped_vector_to_fp32_128x128_s4_w2_cluster2x1(const __grid_constant__ WgradArgs args) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 smem = smem_address(shared);
     const u32 warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 0d649493ee06f9cc5ecc4c4353ba820b63246e3765f0a59c46e64c0f8f709fcb
+// Body SHA-256: e60337378a9fec9ace639f66a3a98b1728dfae6b9c15e868e3e5be6eb90a52ee
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -919,7 +919,7 @@ __device__ __forceinline__ void find_and_store_tiles(const WgradArgs& args, cons
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-kgen_gemm(const __grid_constant__ WgradArgs args) {
+kgen_k_grouped_vector_to_fp32_accumulate_128x96_s4_w2_cluster1x2(const __grid_constant__ WgradArgs args) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 smem = smem_address(shared);
     const u32 warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;

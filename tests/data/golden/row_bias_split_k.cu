@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: be117577649402d1e5417076edac15ece789579795387b76bc7fb00ba6726e5b
+// Body SHA-256: 0406704b9884cdf6a26864ceb44be40fd0c71d6344c25eaf5937f0526c3107b9
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -734,7 +734,7 @@ __device__ __forceinline__ void store_tile(const GemmArgs& args, float (&sum)[kN
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-kgen_gemm(const __grid_constant__ GemmArgs args) {
+kgen_dense_row_to_bf16_bias_16x64_s12_w1_split4(const __grid_constant__ GemmArgs args) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 smem = smem_address(shared);
     const u32 warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: ea864ddb93872336b39ffb2c0f16591cf45c76405cc100efc4881040697c901f
+// Body SHA-256: e81b45d277583ea5fbf704e290bb56229aa09d7654a8baf5c2d076c77ae0456b
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -735,7 +735,7 @@ __device__ __forceinline__ void store_tiles(const GemmArgs& args, const Extent& 
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-kgen_gemm(const __grid_constant__ GemmArgs args) {
+kgen_dense_row_to_bf16_fast_accum_256x128_s3_w2(const __grid_constant__ GemmArgs args) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 smem = smem_address(shared);
     const u32 warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: a90e4cd8c36411899ddfdd9a5f465bcc5620df738faf5aae80b2d89f6a8ee205
+// Body SHA-256: c45b5b1a88c9e740e3eb402428f4aadde77937ef4f8dd82a74c20b168fe658af
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -721,7 +721,7 @@ __device__ __forceinline__ void store_tile(const GemmArgs& args, float (&sum)[kN
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-kgen_gemm(const __grid_constant__ GemmArgs args) {
+kgen_dense_block_to_bf16_16x64_s12_w1_split4(const __grid_constant__ GemmArgs args) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 smem = smem_address(shared);
     const u32 warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 7d870eac0ce9c70c4232bc1f8f79c0dd2e596543d9e9483efbe8bf40efd2a9a0
+// Body SHA-256: e71d478136bfd2e135ec3e3295c021f4635c5319187ec15553c05422fbdad73c
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -703,7 +703,7 @@ __device__ __forceinline__ void store_tiles(const GemmArgs& args, const Extent& 
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-kgen_gemm(const __grid_constant__ GemmArgs args) {
+kgen_dense_tensor_to_bf16_fast_accum_128x128_s4_w2(const __grid_constant__ GemmArgs args) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 smem = smem_address(shared);
     const u32 warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;

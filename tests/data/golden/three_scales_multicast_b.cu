@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: e9d8eb24ae46329014b19d5747dc68d6379f54f01d070130486a78c4b9f4c9ba
+// Body SHA-256: a8b45d9bb140ef10afe1e3285c800c73c6fff55eae6dfbd45857379e9071ea19
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -779,7 +779,7 @@ __device__ __forceinline__ void store_tiles(const GemmArgs& args, const Extent& 
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-kgen_gemm(const __grid_constant__ GemmArgs args) {
+kgen_dense_block_to_fp16_128x152_s4_w2_cluster2x1(const __grid_constant__ GemmArgs args) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 smem = smem_address(shared);
     const u32 warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;

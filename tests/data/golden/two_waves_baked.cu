@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = nk
 // sass_pass = none
-// Body SHA-256: 4b1cb9468adfe67a96b45e3cd6647a6551c794e113fffe2b0c02d8239d310bbd
+// Body SHA-256: ad25c265e0847c826166bd96d04216803f5630cb8fc6d14572e8ea668b6e4101
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -777,7 +777,7 @@ __device__ __forceinline__ void store_tiles(const GemmArgs& args, const Extent& 
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-kgen_gemm(const __grid_constant__ GemmArgs args) {
+kgen_dense_block_to_bf16_256x128_s3_w2_cluster2x1_n2112_k7168(const __grid_constant__ GemmArgs args) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 smem = smem_address(shared);
     const u32 warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: ca61a32dd215493f8535e8a5a826b1bff0e4b605039ab17e58ef588359b83a98
+// Body SHA-256: faaef01289c23076afa4605c43b66f30e81aac61b17d3d3d099b0aefb4d86fb6
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -775,7 +775,7 @@ __device__ __forceinline__ void store_tile(const GemmArgs& args, float (&sum)[kN
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-kgen_gemm(const __grid_constant__ WgradArgs args) {
+kgen_wgrad_block_to_fp32_accumulate_16x64_s12_w1_split4(const __grid_constant__ WgradArgs args) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 smem = smem_address(shared);
     const u32 warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;

@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 4db307b3eeae97d465f4eb41d05cf2cf149983ef82ba5e6a4c0925ea3dc687cf
+// Body SHA-256: efffc38358fb5a1dac2d289471687ac0e187ab1872b355e40cfbd655b71384d1
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -731,7 +731,7 @@ __device__ __forceinline__ void store_tile(const GemmArgs& args, float (&sum)[kN
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-kgen_gemm(const __grid_constant__ WgradArgs args) {
+kgen_wgrad_vector_to_fp32_accumulate_192x112_s4_w3(const __grid_constant__ WgradArgs args) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 smem = smem_address(shared);
     const u32 warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;

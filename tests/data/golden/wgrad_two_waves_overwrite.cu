@@ -14,7 +14,7 @@
 // raster_group = 8
 // baked_dims = none
 // sass_pass = none
-// Body SHA-256: 678009c02628d0ccb554d2262f599350bc3fca2422ecff1d4723096cfa9750c4
+// Body SHA-256: 6e3c29b4847d581c901ddd0fc6b5911a269640d118bc314bddeb4f475972c2af
 
 // Types. The source includes nothing, so that NVRTC needs no headers.
 typedef unsigned int u32;
@@ -776,7 +776,7 @@ __device__ __forceinline__ void store_tiles(const GemmArgs& args, const Extent& 
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-kgen_gemm(const __grid_constant__ WgradArgs args) {
+kgen_wgrad_vector_to_fp32_256x96_s2_w2(const __grid_constant__ WgradArgs args) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 smem = smem_address(shared);
     const u32 warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
