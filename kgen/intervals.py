@@ -1,8 +1,8 @@
-"""How sure is a median? `median_interval`: bounds that hold whatever the values' distribution.
+"""How sure is a median? `median_interval`, whatever the values' distribution.
 
-Takes sorted values, gives bounds and how often such bounds enclose the true median: the k-th value
-from below and from above do with a probability that the binomial distribution gives exactly.
-Imports the standard library only.
+With the values sorted, the k-th from below and from above enclose their median with a probability
+that the binomial distribution gives exactly (David, Nagaraja, "Order Statistics", 2003, section
+7.1). Imports nothing of kgen.
 """
 
 from __future__ import annotations
