@@ -77,7 +77,7 @@ def raw(settings: Settings, good: Cubin) -> Callable[[str], Cubin]:
 
     def make(what: str) -> Cubin:
         compiled = compile_source(RAW.replace("BODY", BODIES[what]), compiler)
-        return replace(good, key=what, data=compiled.cubin)
+        return replace(good, key=what, data=compiled.cubin, entry="kgen_gemm")
 
     return make
 

@@ -13,7 +13,7 @@ from kgen.config import GemmConfig
 from kgen.disasm import disassemble, find_nvdisasm
 from kgen.errors import CompilerMissing
 from kgen.problem import GemmProblem
-from kgen.render import render
+from kgen.render import declared_entries, render
 from tests.toolchain import sources
 from tests.toolchain.conftest import compiler_or_skip
 
@@ -49,9 +49,15 @@ def listing(cubin: bytes) -> list[str]:
     return _INSTRUCTION.findall(disassemble(cubin))
 
 
+def compiled(kernel: str, compiler: Compiler) -> bytes:
+    text = KERNELS[kernel]
+    entry = next(iter(declared_entries(text)), "kgen_gemm")
+    return compile_source(text, compiler, entry=entry).cubin
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_code_of_12_8_changes_as_expected_and_nowhere_else(kernel: str, cuda128: Compiler) -> None:
-    before = compile_source(KERNELS[kernel], cuda128).cubin
+    before = compiled(kernel, cuda128)
     runs_before = long_runs(words(before))
     assert sum(map(len, runs_before)) >= 56
     assert all(high & STAY for run in runs_before for high in run), "12.8 lets no FFMA yield"
@@ -76,7 +82,7 @@ def test_code_of_12_8_changes_as_expected_and_nowhere_else(kernel: str, cuda128:
 def test_patched_code_disassembles_to_the_same_without_some_reuse(
     kernel: str, cuda128: Compiler
 ) -> None:
-    before = compile_source(KERNELS[kernel], cuda128).cubin
+    before = compiled(kernel, cuda128)
     result = sass.patch(before, "interleave")
     old, new = listing(before), listing(result.cubin)
     assert len(old) == len(new) == len(words(before))
@@ -88,7 +94,7 @@ def test_patched_code_disassembles_to_the_same_without_some_reuse(
 @pytest.mark.parametrize("name", ["nvrtc-13", "nvcc-13"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_newer_code_has_nothing_to_change(kernel: str, name: str) -> None:
-    cubin = compile_source(KERNELS[kernel], compiler_or_skip(name)).cubin
+    cubin = compiled(kernel, compiler_or_skip(name))
     runs = long_runs(words(cubin))
     assert sum(map(len, runs)) >= 56
     assert all(any(not high & STAY for high in run) for run in runs), "it interleaves by itself"
