@@ -42,17 +42,8 @@ ROOT = Path(__file__).parents[2]
 PROBLEM = GemmProblem("dense", 64, 2112, 7168)
 LINE = "dense m=64 n=2112 k=7168"
 COMMANDS = (
-    *(
-        "tune",
-        "dispatch-table",
-        "best",
-        "show",
-        "explain",
-        "render",
-        "run-trial",
-        "race",
-        "profile",
-    ),
+    *("tune", "dispatch-table", "best", "show", "explain", "render"),
+    *("run-trial", "race", "profile"),
     *("bench", "plot", "shapes", "misses", "db", "doctor"),
 )
 #: Options whose help has no default to state: they choose what is done, or are needed.
