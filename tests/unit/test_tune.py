@@ -515,7 +515,7 @@ def test_a_budget_too_short_leaves_problems_unfinished(bench: Bench, use_space: 
     use_space()
     problems = [GemmProblem("dense", m, 576, 7168) for m in range(1, 30)]
     report = bench.tune(lines(*problems), {"trial_s": 0.2}, budget_s=1.5)
-    assert report.seconds < 3.5
+    assert report.seconds < 5
     outcomes = Counter(p.outcome for p in report.problems)
     assert set(outcomes) == {"tuned", "unfinished"}
     assert report.exit_code == 1
