@@ -7,11 +7,12 @@ which is killed when a candidate hangs and replaced when one breaks the context.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Final
 
 import torch
@@ -19,9 +20,17 @@ import torch
 from kgen.build import Cubin
 from kgen.cases import Case
 from kgen.device import Device
-from kgen.errors import DriverError, GpuMissing, KgenError, MeasureError, Untunable, WrongResult
+from kgen.errors import (
+    DriverError,
+    GpuMissing,
+    KgenError,
+    LaunchError,
+    MeasureError,
+    Untunable,
+    WrongResult,
+)
 from kgen.grouped_cases import GroupedCase
-from kgen.grouped_verify import verify_grouped
+from kgen.grouped_verify import check_runs, verify_grouped
 from kgen.measure import Timing, measure_many, policy_named
 from kgen.problem import GemmProblem
 from kgen.reference import TORCH_D_DTYPES
@@ -30,10 +39,10 @@ from kgen.runtime.grouped_kernel import GroupedKernel
 from kgen.runtime.kernel import Kernel, Launch, current_stream
 from kgen.runtime.kernels import KERNELS
 from kgen.runtime.wgrad_kernel import KGroupedKernel
-from kgen.search.gpu_worker import Hello, Measured
-from kgen.verify import Seal, Verified, shared_growths, verify
-from kgen.wgrad_cases import KGroupedCase
-from kgen.wgrad_verify import verify_k_grouped, verify_wgrad
+from kgen.search.gpu_worker import Hello, Measured, Screened
+from kgen.verify import Seal, Verified, check_random, limit_for, shared_growths, verify
+from kgen.wgrad_cases import KGroupedCase, accumulating
+from kgen.wgrad_verify import check_k_grouped, verify_k_grouped, verify_wgrad
 
 #: A spread (10th to 90th percentile over the median) that calls for a second measurement: another
 #: process on the GPU, a clock that moved.
@@ -52,6 +61,10 @@ class Contender:
     kernel: Kernel
     launch: Launch
     verified: Verified
+
+
+#: What a kernel has shown on a case; raises WrongResult.
+Judge = Callable[[Kernel, AnyCase, int], Verified]
 
 
 class GpuBody:
@@ -115,6 +128,43 @@ class GpuBody:
 
     def verify(self, cubin: Cubin) -> float:
         """Load the cubin and check it; the largest error of a tile."""
+        return self._admit(cubin, _verified)
+
+    def screen(self, cubins: Sequence[Cubin], policy: str, best_us: float) -> list[Screened]:
+        """Check each by one launch, time those that passed together, unload them."""
+        found = [self._check(cubin) for cubin in cubins]
+        keys = [c.key for c, one in zip(cubins, found, strict=True) if one.status == "ok"]
+        start = perf_counter()
+        timed: dict[str, Measured] = {}
+        try:
+            if keys:
+                measured = self._measured(self._time(tuple(keys), policy, best_us))
+                timed = dict(zip(keys, measured, strict=True))
+                self._check_seal(f"{len(keys)} candidates" if len(keys) > 1 else "the candidate")
+        finally:
+            for key in keys:
+                with suppress(DriverError):  # of a lost context: this process ends
+                    self._contenders.pop(key).kernel.unload()
+        share_s = (perf_counter() - start) / max(1, len(keys))
+        return [
+            replace(one, measured=timed[c.key], time_s=share_s) if c.key in timed else one
+            for c, one in zip(cubins, found, strict=True)
+        ]
+
+    def _check(self, cubin: Cubin) -> Screened:
+        """Admit the cubin to a screen's timing, or say why not."""
+        start = perf_counter()
+        status, reason = "ok", ""
+        try:
+            self._admit(cubin, _checked)
+        except WrongResult as error:
+            status, reason = "wrong", str(error)
+        except LaunchError as error:
+            status, reason = "launch_failed", str(error)
+        return Screened(status, reason, check_s=perf_counter() - start)
+
+    def _admit(self, cubin: Cubin, judge: Judge) -> float:
+        """Load the cubin, have it judged and keep it for `time`; the largest error of a tile."""
         assert self._case is not None, "a problem is open"
         assert self._output is not None, "a problem is open"
         problem, config = self._case.problem, cubin.config
@@ -122,40 +172,16 @@ class GpuBody:
         kernel = load(cubin.data, cubin.entry, config, cubin.problem, self._ordinal)
         try:
             with _explained(f"verification of {config} for {problem}"):
-                verified = self._verified(kernel, self._case)
+                verified = judge(kernel, self._case, self._ordinal)
         except WrongResult as error:
             kernel.unload()
             self._check_seal(f"{config}, which is wrong ({error}),")
             raise
-        self._check_seal(str(config))
+        if judge is _verified:
+            self._check_seal(str(config))
         ready = self._prepared(kernel, self._case, self._output)
         self._contenders[cubin.key] = Contender(kernel, ready, verified)
         return verified.max_tile_error
-
-    def _verified(self, kernel: Kernel, case: AnyCase) -> Verified:
-        num_sms, ordinal = case.problem.num_sms, self._ordinal
-        if isinstance(case, GroupedCase):
-            assert isinstance(kernel, GroupedKernel), "the case's kind"
-
-            def launch_grouped(tensors: Any, by_index: bool) -> None:
-                launch = kernel.prepare_grouped(tensors, by_index=by_index, num_sms=num_sms)
-                launch.run(current_stream(ordinal))
-
-            return verify_grouped(launch_grouped, case)
-        if isinstance(case, KGroupedCase):
-            assert isinstance(kernel, KGroupedKernel), "the case's kind"
-
-            def launch_k_grouped(tensors: Any, ks: Any) -> None:
-                launch = kernel.prepare_k_grouped(tensors, ks, num_sms=num_sms)
-                launch.run(current_stream(ordinal))
-
-            return verify_k_grouped(launch_k_grouped, case)
-
-        def launch(*tensors: torch.Tensor) -> None:
-            kernel.prepare(*tensors, num_sms=num_sms).run(current_stream(ordinal))
-
-        check = verify_wgrad if case.problem.is_wgrad else verify
-        return check(launch, case, any_nk=kernel.config.baked_dims == "none")
 
     @staticmethod
     def _prepared(kernel: Kernel, case: AnyCase, d: torch.Tensor) -> Launch:
@@ -203,7 +229,9 @@ class GpuBody:
                 timings = again
         return self._measured(timings)
 
-    def _time(self, keys: tuple[str, ...], policy: str) -> dict[str, Timing]:
+    def _time(
+        self, keys: tuple[str, ...], policy: str, best_us: float | None = None
+    ) -> dict[str, Timing]:
         stream = current_stream(self._ordinal)
         calls = {}
         for key in keys:
@@ -211,7 +239,7 @@ class GpuBody:
             run = contender.launch.run
             calls[key] = (contender.verified, lambda run=run: run(stream))
         with _explained("timing"):
-            return measure_many(calls, policy_named(policy), self._device)
+            return measure_many(calls, policy_named(policy), self._device, best_us)
 
     def _measured(self, timings: dict[str, Timing]) -> list[Measured]:
         return [
@@ -239,6 +267,56 @@ class GpuBody:
                 raise GpuMissing(
                     f"policy {policy} can not be used on this machine: {error}"
                 ) from error
+
+
+def _verified(kernel: Kernel, case: AnyCase, ordinal: int) -> Verified:
+    """Every check of its kind."""
+    launch = _launcher(kernel, case, ordinal)
+    if isinstance(case, GroupedCase):
+        return verify_grouped(launch, case)
+    if isinstance(case, KGroupedCase):
+        return verify_k_grouped(launch, case)
+    check = verify_wgrad if case.problem.is_wgrad else verify
+    return check(launch, case, any_nk=kernel.config.baked_dims == "none")
+
+
+def _checked(kernel: Kernel, case: AnyCase, ordinal: int) -> Verified:
+    """The first of these checks alone: one launch of what will be timed."""
+    launch, problem = _launcher(kernel, case, ordinal), case.problem
+    if isinstance(case, GroupedCase):
+        return Verified(problem, *check_runs(launch, case, [(case.full, False)]))
+    if isinstance(case, KGroupedCase):
+        return Verified(
+            problem, *check_k_grouped(launch, case, [(case.full, False)], on_host=(True,))
+        )
+    adds = accumulating(launch) if problem.accumulate else launch
+    return Verified(problem, *check_random(adds, case, [(problem.m, False)], limit_for(case)))
+
+
+def _launcher(kernel: Kernel, case: AnyCase, ordinal: int) -> Callable[..., None]:
+    """How the checks of the case's kind launch the kernel."""
+    num_sms = case.problem.num_sms
+    if isinstance(case, GroupedCase):
+        assert isinstance(kernel, GroupedKernel), "the case's kind"
+
+        def launch_grouped(tensors: Any, by_index: bool) -> None:
+            launch = kernel.prepare_grouped(tensors, by_index=by_index, num_sms=num_sms)
+            launch.run(current_stream(ordinal))
+
+        return launch_grouped
+    if isinstance(case, KGroupedCase):
+        assert isinstance(kernel, KGroupedKernel), "the case's kind"
+
+        def launch_k_grouped(tensors: Any, ks: Any) -> None:
+            launch = kernel.prepare_k_grouped(tensors, ks, num_sms=num_sms)
+            launch.run(current_stream(ordinal))
+
+        return launch_k_grouped
+
+    def launch(*tensors: torch.Tensor) -> None:
+        kernel.prepare(*tensors, num_sms=num_sms).run(current_stream(ordinal))
+
+    return launch
 
 
 def _noise(timings: dict[str, Timing]) -> float:

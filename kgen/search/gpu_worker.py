@@ -8,7 +8,8 @@ in the child does.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -37,6 +38,8 @@ OPEN_TIMEOUT_S: Final = 120.0
 #: A GPU may need a moment after a killed process before a new context can be made.
 START_ATTEMPTS: Final = 3
 START_PAUSE_S: Final = 2.0
+#: What each candidate of a screen may add to the limit of one trial.
+SCREEN_S: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,22 @@ class Measured:
     clocks: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Screened:
+    """What came of one candidate of a `screen`.
+
+    `status` is ok, wrong or launch_failed, with a `reason` where there is no time; `error` is the
+    largest tile error of the one launch that was compared with the reference. `check_s` and
+    `time_s` are the candidate's seconds of loading and checking, and its share of the timing.
+    """
+
+    status: str
+    reason: str = ""
+    measured: Measured | None = None
+    check_s: float = 0.0
+    time_s: float = 0.0
+
+
 class Backend(Protocol):
     """What runs in the child. One problem is open at a time, with its inputs and references."""
 
@@ -91,6 +110,12 @@ class Backend(Protocol):
 
     def time(self, keys: tuple[str, ...], policy: str) -> list[Measured]:
         """Time verified candidates of the open problem, alternating when there are several."""
+
+    def screen(self, cubins: Sequence[Cubin], policy: str, best_us: float) -> list[Screened]:
+        """Check each candidate by one launch, time those that passed together, let go of all.
+
+        For a timing table: what passes here is not verified. `best_us` as in `measure_many`.
+        """
 
 
 class GpuWorker:
@@ -139,20 +164,43 @@ class GpuWorker:
         back, and what a candidate's failure is:
         WrongResult, LaunchError, DriverError, MeasureError, WorkerTimeout, WorkerDied.
         """
+        with self._ready(problem, policy):
+            for cubin in cubins:
+                if cubin.key not in self._errors:
+                    self._errors[cubin.key] = self._call("verify", cubin)
+            keys = tuple(cubin.key for cubin in cubins)
+            timed: list[Measured] = self._call("time", keys, policy, times=len(keys))
+        return timed
+
+    def screen(
+        self, problem: GemmProblem, cubins: Sequence[Cubin], policy: str, best_us: float
+    ) -> list[Screened]:
+        """Check every cubin by one launch and time all that pass; none is verified.
+
+        All share one trial's limit and half a second each. Raises as `measure` does: one that
+        breaks the child takes the others' results with it.
+        """
+        with self._ready(problem, policy):
+            for cubin in cubins:
+                self._errors.pop(cubin.key, None)  # it is let go of
+            limit_s = self._limit_s + SCREEN_S * len(cubins)
+            found: list[Screened] = self._child.call(
+                "screen", cubins, policy, best_us, timeout_s=limit_s
+            )
+        return found
+
+    @contextmanager
+    def _ready(self, problem: GemmProblem, policy: str) -> Iterator[None]:
+        """The GPU to oneself, the problem open; what a candidate breaks is replaced."""
         assert self._lock is not None, "hello comes first"
         self._await_start()
         with self._lock.held():
             self._open(problem, policy)
             try:
-                for cubin in cubins:
-                    if cubin.key not in self._errors:
-                        self._errors[cubin.key] = self._call("verify", cubin)
-                keys = tuple(cubin.key for cubin in cubins)
-                timed: list[Measured] = self._call("time", keys, policy, times=len(keys))
+                yield
             except KgenError as error:
                 self._replace_if_broken(error)
                 raise
-        return timed
 
     def close(self) -> None:
         """End the child; there will be no other."""

@@ -65,7 +65,9 @@ class Timer:
         self.results: list[dict[str, Timing] | Exception] = []
         self.asked: list[tuple[str, ...]] = []
 
-    def __call__(self, calls: dict[str, Any], policy: Any, device: Device) -> dict[str, Timing]:
+    def __call__(
+        self, calls: dict[str, Any], policy: Any, device: Device, best_us: float | None = None
+    ) -> dict[str, Timing]:
         for verified, call in calls.values():
             assert verified.problem
             call()

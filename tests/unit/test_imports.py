@@ -51,6 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "nvml measure",
         "search.strategy",
+        "search.tables",
         "search.events",
         "search.stop search.child search.gpu_lock",
     ),
