@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kgen.device import Device
@@ -59,7 +59,8 @@ class Hello:
 class Measured:
     """One verified candidate's time, in microseconds, by the policy of that name.
 
-    `error` is its largest relative tile error.
+    `error` is its largest relative tile error; `verify_s` the seconds of its verification, `time_s`
+    its share of those of timing, as the tuning process sees them.
     """
 
     policy: str
@@ -69,6 +70,8 @@ class Measured:
     p90_us: float
     samples_us: tuple[float, ...]
     clocks: dict[str, Any] = field(default_factory=dict)
+    verify_s: float = 0.0
+    time_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -165,12 +168,22 @@ class GpuWorker:
         WrongResult, LaunchError, DriverError, MeasureError, WorkerTimeout, WorkerDied.
         """
         with self._ready(problem, policy):
-            for cubin in cubins:
-                if cubin.key not in self._errors:
-                    self._errors[cubin.key] = self._call("verify", cubin)
+            verify_s = [self._verify(cubin) for cubin in cubins]
             keys = tuple(cubin.key for cubin in cubins)
+            start = time.monotonic()
             timed: list[Measured] = self._call("time", keys, policy, times=len(keys))
-        return timed
+            time_s = (time.monotonic() - start) / max(1, len(keys))
+        return [
+            replace(one, verify_s=seconds, time_s=time_s)
+            for one, seconds in zip(timed, verify_s, strict=True)
+        ]
+
+    def _verify(self, cubin: Cubin) -> float:
+        """Have a cubin verified that was not yet; the seconds it took."""
+        start = time.monotonic()
+        if cubin.key not in self._errors:
+            self._errors[cubin.key] = self._call("verify", cubin)
+        return time.monotonic() - start
 
     def screen(
         self, problem: GemmProblem, cubins: Sequence[Cubin], policy: str, best_us: float

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from kgen.errors import (
 )
 from kgen.problem import GemmProblem
 from kgen.render import problem_class
-from kgen.search.gpu_worker import Hello, Measured
+from kgen.search.gpu_worker import Hello, Measured, Screened
 
 DEVICE = replace(H200, measured=True)
 GPU = "tests.unit.fake_search:FakeGpu"
@@ -113,6 +114,21 @@ class FakeGpu:
             with Path(self.spans).open("a") as file:
                 file.write(f"{begin} {time.monotonic()}\n")
         return [self._time(config) for config in configs]
+
+    def screen(self, cubins: Sequence[Cubin], policy: str, best_us: float) -> list[Screened]:
+        self._check_context()
+        self._note(f"screen {len(cubins)} {best_us:.2f}")
+        found = []
+        for cubin in cubins:
+            how = self.behaviours.get(str(cubin.config), "")
+            if how in ("wrong", "refused"):
+                status = {"wrong": "wrong", "refused": "launch_failed"}[how]
+                found.append(Screened(status, f"it is {how}", check_s=0.001))
+                continue
+            self._misbehave(how)
+            measured = self._time(cubin.config)
+            found.append(Screened("ok", "", measured, check_s=0.001, time_s=0.002))
+        return found
 
     def _time(self, config: GemmConfig) -> Measured:
         self._note(f"time {config}")

@@ -58,7 +58,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "search.plan search.gpu_worker search.compile_pool search.builder search.gpu_body "
         "search.gpu_backend search.run search.session search.offline search.campaign search.tune "
-        "search.recheck",
+        "search.recheck search.recorder",
         "runtime.counting runtime.dispatch runtime.plain runtime.cast_launch "
         "runtime.turn runtime.swiglu runtime.casts runtime.routing "
         "runtime.moe runtime.copies runtime.calls runtime.grouped runtime.bf16 runtime.dgrad "
