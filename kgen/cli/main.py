@@ -15,7 +15,7 @@ from typing import Final
 
 import kgen
 from kgen.cli import bench as bench_command
-from kgen.cli import best, db, doctor, misses, render, shapes, show, tune
+from kgen.cli import best, db, doctor, misses, render, replay, shapes, show, tune
 from kgen.cli.arguments import OK, USAGE, HelpFormatter, settings_of
 from kgen.cli.output import OutputError, complain, flush, log_to_stderr, prepare_streams
 from kgen.errors import Interrupted, KgenError, UsageError
@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kgen {kgen.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (tune, best, show, render, bench_command, shapes, misses, db, doctor):
+    for module in (tune, best, show, render, bench_command, shapes, misses, replay, db, doctor):
         module.add_parser(commands)
     return parser
 

@@ -21,7 +21,8 @@ from kgen.search.events import TUNED, UNFINISHED, UNTUNABLE, ProblemReport
 from kgen.search.gpu_worker import Measured
 from kgen.search.plan import Progress, floor_us
 from kgen.search.run import Run, why_no_valid
-from kgen.search.strategy import Strategy, make_strategy
+from kgen.search.strategies import make_strategy
+from kgen.search.strategy import Strategy
 from kgen.shapes import ShapeLine
 from kgen.space import count_invalid, valid_configs
 

@@ -50,7 +50,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("build", "verify grouped_verify wgrad_verify", "runtime.lookup", "cache.bundles"),
     (
         "nvml measure",
-        "search.strategy",
+        "search.strategy search.optuna_strategy search.model_strategy search.strategies",
         "search.tables",
         "search.events",
         "search.stop search.child search.gpu_lock",
@@ -59,6 +59,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "search.plan search.gpu_worker search.compile_pool search.builder search.gpu_body "
         "search.gpu_backend search.run search.session search.offline search.campaign search.tune "
         "search.recheck search.recorder",
+        "search.replay",
         "runtime.counting runtime.dispatch runtime.plain runtime.cast_launch "
         "runtime.turn runtime.swiglu runtime.casts runtime.routing "
         "runtime.moe runtime.copies runtime.calls runtime.grouped runtime.bf16 runtime.dgrad "
@@ -68,7 +69,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "cli.output cli.arguments cli.progress cli.tune cli.best cli.show cli.render cli.host_cost "
         "cli.cast_speed "
-        "cli.bench cli.shapes cli.misses cli.db_bundles cli.db cli.doctor cli.main",
+        "cli.bench cli.shapes cli.misses cli.replay cli.db_bundles cli.db cli.doctor cli.main",
     ),
 )
 
@@ -111,7 +112,8 @@ THIRD_PARTY: dict[str, set[str]] = {
     "runtime.bf16_ops": {"torch"},
     "runtime.dgrad": {"torch"},
     "measure": {"torch"},
-    "search.strategy": {"optuna"},
+    "search.optuna_strategy": {"optuna"},
+    "search.model_strategy": {"numpy"},
     "search.gpu_body": {"torch"},
     "runtime.operands": {"torch"},
     "runtime.ops": {"torch"},
@@ -148,7 +150,7 @@ NEVER_REACHED: dict[str, set[str]] = {
     "runtime.kernel": {"optuna", "sqlalchemy", "jinja2", "kgen.cache", "kgen.build", "kgen.search"},
     "runtime.dispatch": {"optuna", "kgen.search", "kgen.verify", "kgen.measure", "kgen.bench"},
     "runtime.gemm": {"optuna", "kgen.search", "kgen.verify", "kgen.measure", "kgen.bench"},
-    "search.strategy": {"kgen.build", "kgen.verify", "kgen.measure", "kgen.cache", "torch"},
+    "search.strategies": {"kgen.build", "kgen.verify", "kgen.measure", "kgen.cache", "torch"},
     "search.events": {"torch", "cuda", "optuna", "sqlalchemy"},
     "search.tune": {"torch"},
     "search.recheck": {"torch"},

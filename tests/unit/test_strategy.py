@@ -17,7 +17,9 @@ from kgen.config import GemmConfig
 from kgen.device import H200
 from kgen.errors import UsageError
 from kgen.problem import GemmProblem
-from kgen.search.strategy import SAMPLERS, SMALL_SPACE, Strategy, TpeStrategy, make_strategy
+from kgen.search.optuna_strategy import TpeStrategy
+from kgen.search.strategies import SAMPLERS, SMALL_SPACE, make_strategy
+from kgen.search.strategy import Strategy
 from kgen.space import distance, valid_configs
 
 ROOT = Path(__file__).parent.parent.parent
@@ -262,7 +264,7 @@ def test_optuna_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_optuna_is_imported_only_by_who_needs_it() -> None:
     code = (
-        "import sys; from kgen.search.strategy import make_strategy\n"
+        "import sys; from kgen.search.strategies import make_strategy\n"
         "make_strategy('random', ()); make_strategy('exhaustive', ())\n"
         "print('optuna' in sys.modules)"
     )
