@@ -35,6 +35,8 @@ FLOOR_MARGIN: Final = 0.8
 #: A call that takes so many times the fastest one is out of the race: FAR_ROUNDS rounds say enough.
 FAR_MULTIPLE: Final = 2.0
 FAR_ROUNDS: Final = 2
+#: Rounds of a control kernel: enough to see clocks or other work move times by some percent.
+CONTROL_ROUNDS: Final = 4
 _PREFIX: Final = "kgen.measure/"
 
 
@@ -122,12 +124,14 @@ def measure_many(
     policy: Policy,
     device: Device | None = None,
     best_us: float | None = None,
+    control: str = "",
 ) -> dict[str, Timing]:
     """Time calls on the current device and stream, alternating, each as often.
 
     `device` gives L2 size and bandwidth (default: read from the driver). With `best_us`, the
     fastest time known (inf: none yet), calls that the warm-up shows to take FAR_MULTIPLE times
-    that, or the fastest here, are timed FAR_ROUNDS times only: fewer samples say so. Calls must
+    that, or the fastest here, are timed FAR_ROUNDS times only: fewer samples say so. `control`
+    names the call that is only there to be compared with itself, CONTROL_ROUNDS times. Calls must
     not wait for the device, nor open profiler ranges of their own. Raises MeasureError for a time
     below what the problem's bytes need, for a call that did nothing on the device, and when the
     profiler can not be used.
@@ -138,8 +142,9 @@ def measure_many(
     own_calls = {name: call for name, (_, call) in calls.items()}
     rough_us = _warm_up(own_calls, flush, policy.warmup_ms)
     far = frozenset[str]() if best_us is None else far_calls(rough_us, best_us)
+    fewer = dict.fromkeys(far, FAR_ROUNDS) | ({control: CONTROL_ROUNDS} if control else {})
     _reset_persisting_l2()
-    steps = schedule(own_calls, policy.rounds, far)
+    steps = schedule(own_calls, policy.rounds, fewer)
     samples, clocks = _TIMERS[policy.timer](steps, flush)
     timings = {}
     for name, (verified, _) in calls.items():
@@ -156,15 +161,15 @@ def far_calls(rough_us: Mapping[str, float], best_us: float) -> frozenset[str]:
 
 
 def schedule(
-    calls: Mapping[str, Call], rounds: int, far: frozenset[str] = frozenset()
+    calls: Mapping[str, Call], rounds: int, fewer: Mapping[str, int] | None = None
 ) -> list[Step]:
     """Every call once a round, each round starting with the next one of them.
 
-    Those in `far` are left out after FAR_ROUNDS rounds.
+    Those in `fewer` are left out after so many rounds.
     """
     steps: list[Step] = []
     for turn in range(rounds):
-        names = [name for name in calls if turn < FAR_ROUNDS or name not in far]
+        names = [name for name in calls if turn < (fewer or {}).get(name, rounds)]
         first = turn % max(1, len(names))
         for name in names[first:] + names[:first]:
             steps.append(Step(f"{_PREFIX}{len(steps)}", name, calls[name]))

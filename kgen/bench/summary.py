@@ -1,11 +1,10 @@
 """What the rows of a bench say: best peers, geometric means by class of M, the worst row.
 
 Takes rows as `kgen bench --json` prints them, of older files too, gives plain values. Imports
-nothing of kgen, and nothing heavy: the README's tables are made from it.
+nothing heavy: the README's tables are made from it.
 
-Interval: rounds are paired, since all calls of a problem alternate; with the paired ratios sorted,
-the k-th from below and from above enclose their median with a probability that the binomial
-distribution gives exactly, whatever the ratios' own distribution.
+Interval: rounds are paired, since all calls of a problem alternate; it is that of the median of the
+paired ratios.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from math import comb, exp, log
+from math import exp, log
 from typing import Any, Final, NamedTuple
+
+from kgen.intervals import Interval, median_interval
 
 KGEN: Final = "kgen"
 #: Ends the names of those that were given A's scales row-major, conversion inside their time.
 ROW_MAJOR: Final = " row-major"
-#: Coverage that an interval has at least.
-COVERAGE: Final = 0.95
 METHOD: Final = "exact binomial interval of the median of paired ratios"
 OVER_BEST: Final = "best peer"
 #: Classes of rows by M, in words.
@@ -33,14 +32,6 @@ CLASSES: Final[tuple[tuple[str, Callable[[int], bool]], ...]] = (
 SMALL_M: Final = CLASSES[1]
 
 Row = dict[str, Any]
-
-
-class Interval(NamedTuple):
-    """Bounds of the median ratio, and the probability that they enclose it."""
-
-    low: float
-    high: float
-    coverage: float
 
 
 class Best(NamedTuple):
@@ -126,22 +117,6 @@ def interval(row: Row, name: str) -> Interval | None:
         return None
     ratios = sorted(other / own for other, own in zip(*samples, strict=True))
     return median_interval(ratios)
-
-
-def median_interval(ordered: Sequence[float], coverage: float = COVERAGE) -> Interval | None:
-    """The narrowest pair of order statistics around the median that covers it often enough.
-
-    `ordered` ascends. None where even the outermost pair does not: below 6 values for 95 %.
-    """
-    count = len(ordered)
-    outside = 0.0  # probability that fewer than k values lie below the median
-    found = None
-    for k in range(1, count // 2 + 1):
-        outside += comb(count, k - 1) / 2**count
-        if 1 - 2 * outside < coverage:
-            break
-        found = Interval(ordered[k - 1], ordered[count - k], 1 - 2 * outside)
-    return found
 
 
 def geometric_mean(values: Sequence[float]) -> float:

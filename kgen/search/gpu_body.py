@@ -130,6 +130,10 @@ class GpuBody:
         """Load the cubin and check it; the largest error of a tile."""
         return self._admit(cubin, _verified)
 
+    def hold(self, cubin: Cubin) -> float:
+        """Load a cubin that was verified before and check one launch of it."""
+        return self._admit(cubin, _checked)
+
     def screen(self, cubins: Sequence[Cubin], policy: str, best_us: float) -> list[Screened]:
         """Check each by one launch, time those that passed together, unload them."""
         found = [self._check(cubin) for cubin in cubins]
@@ -209,37 +213,52 @@ class GpuBody:
         if is_broken:
             raise DriverError(f"{who} wrote outside its output, into what all share", fatal=True)
 
-    def time(self, keys: tuple[str, ...], policy: str) -> list[Measured]:
+    def time(
+        self,
+        keys: tuple[str, ...],
+        policy: str,
+        best_us: float | None = None,
+        control: str = "",
+    ) -> list[Measured]:
         """Time the candidates, alternating. What can not be true, or is noisy, is taken twice.
 
         Raises DriverError, `fatal`, when one of them wrote outside its output.
         """
-        measured = self._time_well(keys, policy)
+        beside = control if control and control not in keys else ""
+        timings = self._time_well((*keys, *filter(None, [beside])), policy, best_us, beside)
+        control_us = timings[control].median_us if control else None
+        timings.pop(beside, None)
+        measured = [replace(one, control_us=control_us) for one in self._measured(timings)]
         self._check_seal(f"{len(keys)} candidates" if len(keys) > 1 else "the candidate")
         return measured
 
-    def _time_well(self, keys: tuple[str, ...], policy: str) -> list[Measured]:
+    def _time_well(
+        self, keys: tuple[str, ...], policy: str, best_us: float | None, control: str
+    ) -> dict[str, Timing]:
         try:
-            timings = self._time(keys, policy)
+            timings = self._time(keys, policy, best_us, control)
         except MeasureError:
-            return self._measured(self._time(keys, policy))
+            return self._time(keys, policy, best_us, control)
         if any(timing.spread_us > NOISY * timing.median_us for timing in timings.values()):
-            again = self._time(keys, policy)
+            again = self._time(keys, policy, best_us, control)
             if _noise(again) < _noise(timings):
                 timings = again
-        return self._measured(timings)
+        return timings
 
     def _time(
-        self, keys: tuple[str, ...], policy: str, best_us: float | None = None
+        self,
+        keys: tuple[str, ...],
+        policy: str,
+        best_us: float | None = None,
+        control: str = "",
     ) -> dict[str, Timing]:
-        stream = current_stream(self._ordinal)
-        calls = {}
+        calls, ordinal = {}, self._ordinal
         for key in keys:
             contender = self._contenders[key]
             run = contender.launch.run
-            calls[key] = (contender.verified, lambda run=run: run(stream))
+            calls[key] = (contender.verified, lambda run=run: run(current_stream(ordinal)))
         with _explained("timing"):
-            return measure_many(calls, policy_named(policy), self._device, best_us)
+            return measure_many(calls, policy_named(policy), self._device, best_us, control)
 
     def _measured(self, timings: dict[str, Timing]) -> list[Measured]:
         return [

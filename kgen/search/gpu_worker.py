@@ -19,9 +19,11 @@ from kgen.errors import (
     GpuMissing,
     Interrupted,
     KgenError,
+    LaunchError,
     Untunable,
     WorkerDied,
     WorkerTimeout,
+    WrongResult,
 )
 from kgen.problem import GemmProblem
 from kgen.search.child import Child
@@ -60,7 +62,8 @@ class Measured:
     """One verified candidate's time, in microseconds, by the policy of that name.
 
     `error` is its largest relative tile error; `verify_s` the seconds of its verification, `time_s`
-    its share of those of timing, as the tuning process sees them.
+    its share of those of timing, as the tuning process sees them. `control_us`: what the control
+    kernel took at the same time, if there was one.
     """
 
     policy: str
@@ -72,6 +75,7 @@ class Measured:
     clocks: dict[str, Any] = field(default_factory=dict)
     verify_s: float = 0.0
     time_s: float = 0.0
+    control_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,16 @@ class Backend(Protocol):
         Raises LaunchError, WrongResult, or DriverError with `fatal` when the context is lost.
         """
 
-    def time(self, keys: tuple[str, ...], policy: str) -> list[Measured]:
-        """Time verified candidates of the open problem, alternating when there are several."""
+    def hold(self, cubin: Cubin) -> float:
+        """Keep one for `time` that was verified before, in another child: one launch is checked."""
+
+    def time(
+        self, keys: tuple[str, ...], policy: str, best_us: float | None, control: str
+    ) -> list[Measured]:
+        """Time verified candidates of the open problem, alternating when there are several.
+
+        `best_us` as in `measure_many`; `control` is the key of one that is timed beside them.
+        """
 
     def screen(self, cubins: Sequence[Cubin], policy: str, best_us: float) -> list[Screened]:
         """Check each candidate by one launch, time those that passed together, let go of all.
@@ -160,23 +172,50 @@ class GpuWorker:
         self._lock = GpuLock(hello.uuid, self._stop, self._on_wait)
         return hello
 
-    def measure(self, problem: GemmProblem, cubins: Sequence[Cubin], policy: str) -> list[Measured]:
+    def measure(
+        self,
+        problem: GemmProblem,
+        cubins: Sequence[Cubin],
+        policy: str,
+        best_us: float | None = None,
+        control: Cubin | None = None,
+    ) -> list[Measured]:
         """Verify every cubin, then time them, alternating; each step under its own limit.
+
+        `best_us` as in `measure_many`. `control`, verified before, is timed beside them, and left
+        out where it can not be.
 
         Raises Untunable when the problem can not be set up, GpuMissing when the GPU does not come
         back, and what a candidate's failure is:
         WrongResult, LaunchError, DriverError, MeasureError, WorkerTimeout, WorkerDied.
         """
+        if control is not None and not self._hold(problem, control, policy):
+            control = None
         with self._ready(problem, policy):
             verify_s = [self._verify(cubin) for cubin in cubins]
             keys = tuple(cubin.key for cubin in cubins)
+            # A child that was replaced since does not hold it.
+            beside = control.key if control and control.key in self._errors else ""
             start = time.monotonic()
-            timed: list[Measured] = self._call("time", keys, policy, times=len(keys))
+            timed: list[Measured] = self._call(
+                "time", keys, policy, best_us, beside, times=len(keys) + bool(beside)
+            )
             time_s = (time.monotonic() - start) / max(1, len(keys))
         return [
             replace(one, verify_s=seconds, time_s=time_s)
             for one, seconds in zip(timed, verify_s, strict=True)
         ]
+
+    def _hold(self, problem: GemmProblem, control: Cubin, policy: str) -> bool:
+        """Whether the child holds the control; what goes wrong with it is no candidate's fault."""
+        if self._problem == problem and control.key in self._errors:
+            return True
+        try:
+            with self._ready(problem, policy):
+                self._errors[control.key] = self._call("hold", control)
+        except (WrongResult, LaunchError, DriverError, WorkerDied, WorkerTimeout):
+            return False
+        return True
 
     def _verify(self, cubin: Cubin) -> float:
         """Have a cubin verified that was not yet; the seconds it took."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,9 @@ PROBLEM_DISTANCE: Final = 3.0
 FAILURE: Final = 0.3
 #: Results of other problems that are learned from, the nearest problems' first.
 MAX_LESSONS: Final = 256
+#: And of one of them.
+PER_PROBLEM: Final = 48
+_NOT_KIND: Final = frozenset({"m", "n", "k", "groups", "batch_invariant", "num_sms"})
 #: Rows by which the factors grow: a run has a process for each of its problems in memory.
 _STEP: Final = 64
 
@@ -216,15 +219,36 @@ def _lesson_error(lesson: Lesson, device: Device) -> float:
     return _error(lesson.median_us, math.log(predict_us(lesson.problem, lesson.config, device)))
 
 
+def away(problem: GemmProblem, other: GemmProblem) -> float | None:
+    """How far apart two problems are, in factors of two; None where kernels differ in kind."""
+    if _kind(problem) != _kind(other):
+        return None
+    return sum(abs(a - b) for a, b in zip(_sizes(problem), _sizes(other), strict=True))
+
+
+def _kind(problem: GemmProblem) -> tuple[Any, ...]:
+    """What decides about the kernels of a problem, its sizes apart."""
+    return tuple(value for name, value in vars(problem).items() if name not in _NOT_KIND)
+
+
 def _nearest(lessons: Sequence[Lesson], problem: GemmProblem) -> list[Lesson]:
     """The lessons to be learned: none of the problem itself, the nearest problems first."""
-    here = _sizes(problem)
+    by_problem: dict[GemmProblem, list[Lesson]] = {}
+    for lesson in lessons:
+        by_problem.setdefault(lesson.problem, []).append(lesson)
+    apart = {p: far for p in by_problem if p != problem and (far := away(problem, p)) is not None}
+    found = [
+        lesson for p in sorted(apart, key=apart.__getitem__) for lesson in _some(by_problem[p])
+    ]
+    return found[:MAX_LESSONS]
 
-    def away(lesson: Lesson) -> float:
-        return sum(abs(a - b) for a, b in zip(_sizes(lesson.problem), here, strict=True))
 
-    others = [lesson for lesson in lessons if lesson.problem != problem]
-    return sorted(others, key=away)[:MAX_LESSONS]
+def _some(lessons: list[Lesson]) -> list[Lesson]:
+    """PER_PROBLEM lessons of one problem: half of them the fastest, half spread over the rest."""
+    ordered = sorted(lessons, key=lambda lesson: lesson.median_us or math.inf)
+    fastest, rest = ordered[: PER_PROBLEM // 2], ordered[PER_PROBLEM // 2 :]
+    step = max(1, math.ceil(len(rest) / (PER_PROBLEM - len(fastest) or 1)))
+    return [*fastest, *rest[::step]]
 
 
 def _sizes(problem: GemmProblem) -> tuple[float, ...]:

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from kgen.build import Cubin
 
 _POLL_S: Final = 0.1
+#: Failures on the GPU, which a kernel that is like it may share.
+UNLUCKY: Final = ("wrong", "faulted", "timeout", "launch_failed")
 #: Reasons are for people; a compiler's whole log is in the artifact store.
 _MAX_REASON: Final = 2000
 
@@ -83,9 +85,22 @@ class Run:
     on_event: OnEvent
     stop: StopFlag
     facts: Mapping[str, str] = field(init=False)
+    #: What came of each configuration of each problem, medians in microseconds, None for failures.
+    lessons: dict[GemmProblem, dict[GemmConfig, float | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.facts = self.builder.facts()
+
+    def load_lessons(self) -> None:
+        """Begin with what the database has of this device and policy, of any kernel generation.
+
+        A template that changed makes times wrong for its own problem; to rank configurations of
+        others they do.
+        """
+        statuses = ("ok", *UNLUCKY)
+        for row in self.db.trials(None, self.device.name, self.device.num_sms, statuses):
+            if row.policy in ("", self.options.policy):
+                self.lessons.setdefault(row.problem, {})[row.config] = row.median_us
 
     def key(self, problem: GemmProblem, config: GemmConfig) -> str:
         """The key that the configuration's cubin has today."""
@@ -133,8 +148,9 @@ class Run:
         measured: Measured,
         predicted_us: float,
         stage: str,
+        **more: Any,
     ) -> None:
-        """Append a verified time."""
+        """Append a verified time; `more` joins its provenance."""
         self._record(
             problem,
             cubin.config,
@@ -149,7 +165,17 @@ class Run:
             predicted_us=predicted_us,
             policy=measured.policy,
             registers=cubin.registers,
-            provenance=self._provenance(measured.clocks, stage=stage),
+            provenance=self._provenance(
+                measured.clocks,
+                stage=stage,
+                control_us=measured.control_us,
+                seconds={
+                    "compile": cubin.compile_s,
+                    "verify": round(measured.verify_s, 4),
+                    "time": round(measured.time_s, 4),
+                },
+                **more,
+            ),
         )
 
     def record_failure(

@@ -103,8 +103,21 @@ class FakeGpu:
         self.verified[cubin.key] = cubin.config
         return 1.7e-3
 
-    def time(self, keys: tuple[str, ...], policy: str) -> list[Measured]:
+    def hold(self, cubin: Cubin) -> float:
+        self._check_context()
+        self._note(f"hold {cubin.config}")
+        self.verified[cubin.key] = cubin.config
+        return 1.7e-3
+
+    def time(
+        self,
+        keys: tuple[str, ...],
+        policy: str,
+        best_us: float | None = None,
+        control: str = "",
+    ) -> list[Measured]:
         begin = time.monotonic()
+        control_us = self._us(self.verified[control]) if control else None
         time.sleep(self.trial_s * len(keys))
         configs = [self.verified[key] for key in keys]
         if len(keys) > 1 and self.flaky in map(str, configs):
@@ -113,7 +126,7 @@ class FakeGpu:
         if self.spans:
             with Path(self.spans).open("a") as file:
                 file.write(f"{begin} {time.monotonic()}\n")
-        return [self._time(config) for config in configs]
+        return [replace(self._time(config), control_us=control_us) for config in configs]
 
     def screen(self, cubins: Sequence[Cubin], policy: str, best_us: float) -> list[Screened]:
         self._check_context()
@@ -134,10 +147,13 @@ class FakeGpu:
         self._note(f"time {config}")
         if self.behaviours.get(str(config)) == "too fast":
             raise ImplausibleTime("1 us is below the floor of 5 us")
-        assert self.problem is not None
-        us = 500.0 if str(config) in self.fast else time_us(self.problem, config)
+        us = self._us(config)
         clocks = {"sm_mhz": 1755, "mem_mhz": 3201}
         return Measured("cold", 1.7e-3, us, us - 1, us + 1, (us - 1, us, us + 1), clocks)
+
+    def _us(self, config: GemmConfig) -> float:
+        assert self.problem is not None
+        return 500.0 if str(config) in self.fast else time_us(self.problem, config)
 
     def _misbehave(self, how: str) -> None:
         match how:
@@ -226,7 +242,7 @@ class FakeBuilder:
                 time.sleep(3600)
         return Cubin(
             key=self.key(problem, config),
-            data=b"\x7fELF",
+            data=b"\x7fELF" + self.key(problem, config).encode(),
             entry="kgen_gemm",
             config=config,
             problem=problem,

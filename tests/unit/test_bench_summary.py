@@ -15,7 +15,6 @@ from kgen.bench.summary import (
     best_peer,
     interval,
     means,
-    median_interval,
     over_floor,
     peers_of,
     speedup,
@@ -23,6 +22,7 @@ from kgen.bench.summary import (
     worst,
 )
 from kgen.errors import KgenError, UsageError
+from kgen.intervals import median_interval
 from tools.plot_results import main as draw
 
 ROUNDS = 16

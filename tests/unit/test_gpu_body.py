@@ -64,10 +64,17 @@ class Timer:
     def __init__(self) -> None:
         self.results: list[dict[str, Timing] | Exception] = []
         self.asked: list[tuple[str, ...]] = []
+        self.told: list[tuple[float | None, str]] = []
 
     def __call__(
-        self, calls: dict[str, Any], policy: Any, device: Device, best_us: float | None = None
+        self,
+        calls: dict[str, Any],
+        policy: Any,
+        device: Device,
+        best_us: float | None = None,
+        control: str = "",
     ) -> dict[str, Timing]:
+        self.told.append((best_us, control))
         for verified, call in calls.values():
             assert verified.problem
             call()

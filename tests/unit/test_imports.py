@@ -21,7 +21,7 @@ PACKAGE = ROOT / "kgen"
 
 #: Layers from the lowest; a layer's groups; a group's modules, of which each may use the former.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors settings",),
+    ("errors settings", "intervals"),
     ("problem device config validity shapes shape_writer model_configs model_shapes",),
     (
         "model space heuristic",
@@ -52,12 +52,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "nvml measure",
         "search.strategy search.optuna_strategy search.model_strategy search.strategies",
         "search.tables",
+        "search.ties",
+        "search.control",
         "search.events",
         "search.stop search.child search.gpu_lock",
     ),
     (
         "search.plan search.gpu_worker search.compile_pool search.builder search.gpu_body "
-        "search.gpu_backend search.run search.session search.offline search.campaign search.tune "
+        "search.gpu_backend search.run search.session search.finals search.offline "
+        "search.campaign search.tune "
         "search.recheck search.recorder",
         "search.replay",
         "runtime.counting runtime.dispatch runtime.plain runtime.cast_launch "
