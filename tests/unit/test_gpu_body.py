@@ -126,6 +126,48 @@ def test_a_right_kernel_is_verified_and_then_timed(body: GpuBody, timer: Timer) 
     assert 0 < first.error < 4e-3
 
 
+def test_a_control_is_timed_beside_and_told_with_each(body: GpuBody, timer: Timer) -> None:
+    body.verify(cubin())
+    assert 0 < body.hold(cubin(key="control")) < 4e-3
+    timer.results = [{"k": timing(10.0), "control": timing(12.0)}]
+    (one,) = body.time(("k",), "cold", 9.0, "control")
+    assert (one.median_us, one.control_us) == (10.0, 12.0)
+    assert timer.asked[-1] == ("k", "control")
+    assert timer.told[-1] == (9.0, "control")
+    timer.results = [{"control": timing(12.5)}]
+    (one,) = body.time(("control",), "cold", None, "control")
+    assert (one.median_us, one.control_us) == (12.5, 12.5)
+
+
+def test_a_screen_checks_times_and_lets_go(body: GpuBody, timer: Timer) -> None:
+    timer.results = [{"a": timing(10.0), "c": timing(11.0)}]
+    before = FakeKernel.unloaded
+    found = body.screen([cubin(key="a"), cubin(1000.0, "b"), cubin(key="c")], "screen", 9.0)
+    assert [one.status for one in found] == ["ok", "wrong", "ok"]
+    assert [one.measured and one.measured.median_us for one in found] == [10.0, None, 11.0]
+    assert 0 < found[0].measured.error < 4e-3  # type: ignore[union-attr]
+    assert "off by more than" in found[1].reason
+    assert all(one.check_s > 0 for one in found)
+    assert FakeKernel.unloaded == before + 3
+    assert timer.told[-1] == (9.0, "")
+    with pytest.raises(KeyError):
+        body.time(("a",), "cold")
+    assert body.screen([cubin(1000.0, "b")], "screen", 9.0)[0].status == "wrong"
+
+
+def test_a_screen_that_fails_lets_go_too(body: GpuBody, timer: Timer) -> None:
+    timer.results = [MeasureError("below the floor")]
+    before = FakeKernel.unloaded
+    with pytest.raises(MeasureError):
+        body.screen([cubin(key="a"), cubin(key="c")], "screen", 9.0)
+    assert FakeKernel.unloaded == before + 2
+    assert isinstance(body._case, Case)
+    body._case.a.view(torch.uint8)[0, 0] ^= 64
+    timer.results = [{"a": timing(10.0)}]
+    with pytest.raises(DriverError, match="wrote outside its output"):
+        body.screen([cubin(key="a")], "screen", 9.0)
+
+
 def test_a_wrong_kernel_can_not_be_timed(body: GpuBody) -> None:
     with pytest.raises(WrongResult):
         body.verify(cubin(offset=1000.0))
