@@ -49,6 +49,10 @@ class Policy:
     flush_l2     write a buffer larger than L2 before each call, outside its time
     rounds       calls of each kind that are timed; kinds alternate, another first in each round
     warmup_ms    calls and flushes at least so long before, so that clocks are up and steady
+    rotates      each call takes the next of several sets of inputs, together larger than L2, as
+                 the layers of a model do: the caller's business
+    graph_calls  so many calls are captured in one CUDA graph, whose replay is timed and divided,
+                 as models with small kernels are run; 0: no graph
     """
 
     name: str
@@ -56,6 +60,8 @@ class Policy:
     flush_l2: bool
     rounds: int = 16
     warmup_ms: float = 30.0
+    rotates: bool = False
+    graph_calls: int = 0
 
 
 POLICIES: Final = {
@@ -64,6 +70,9 @@ POLICIES: Final = {
         Policy("cold", "profiler", flush_l2=True),
         Policy("hot", "profiler", flush_l2=False),
         Policy("cold-events", "events", flush_l2=True),
+        Policy("rotating", "profiler", flush_l2=False, rotates=True),
+        # Events: their 2 us are shared by the calls, and the gaps between these belong to it.
+        Policy("graph", "events", flush_l2=False, rotates=True, graph_calls=20),
         # Many kernels at once, for a timing table: the fastest are measured again.
         Policy("screen", "profiler", flush_l2=True, rounds=6, warmup_ms=5.0),
     )
@@ -132,7 +141,8 @@ def measure_many(
     fastest time known (inf: none yet), calls that the warm-up shows to take FAR_MULTIPLE times
     that, or the fastest here, are timed FAR_ROUNDS times only: fewer samples say so. `control`
     names the call that is only there to be compared with itself, CONTROL_ROUNDS times. Calls must
-    not wait for the device, nor open profiler ranges of their own. Raises MeasureError for a time
+    not wait for the device, nor open profiler ranges of their own; for a policy with a graph they
+    must launch on torch's current stream. Raises MeasureError for a time
     below what the problem's bytes need, for a call that did nothing on the device, and when the
     profiler can not be used.
     """
@@ -140,7 +150,11 @@ def measure_many(
         device = driver.device_facts(torch.cuda.current_device())
     flush = _flush_for(device) if policy.flush_l2 else _nothing
     own_calls = {name: call for name, (_, call) in calls.items()}
+    if policy.graph_calls:
+        own_calls = {name: _captured(c, policy.graph_calls) for name, c in own_calls.items()}
+    per_call = max(1, policy.graph_calls)
     rough_us = _warm_up(own_calls, flush, policy.warmup_ms)
+    rough_us = {name: us / per_call for name, us in rough_us.items()}
     far = frozenset[str]() if best_us is None else far_calls(rough_us, best_us)
     fewer = dict.fromkeys(far, FAR_ROUNDS) | ({control: CONTROL_ROUNDS} if control else {})
     _reset_persisting_l2()
@@ -148,10 +162,19 @@ def measure_many(
     samples, clocks = _TIMERS[policy.timer](steps, flush)
     timings = {}
     for name, (verified, _) in calls.items():
-        own = [samples[step.label] for step in steps if step.name == name]
+        own = [samples[step.label] / per_call for step in steps if step.name == name]
         floor = floor_us(verified.problem, device) if policy.flush_l2 else 0.0
         timings[name] = summarise(name, own, floor, policy, clocks)
     return timings
+
+
+def _captured(call: Call, count: int) -> Call:
+    """A CUDA graph of `count` calls, to be replayed; `call` launches on torch's current stream."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    return graph.replay
 
 
 def far_calls(rough_us: Mapping[str, float], best_us: float) -> frozenset[str]:

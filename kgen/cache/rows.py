@@ -134,7 +134,8 @@ def _settle(ranked: list[TrialRow]) -> list[TrialRow]:
     `kgen.search.finals` says in the provenance which were tied, and who won.
     """
     final = ranked[0].provenance.get("final") if ranked else None
-    if not isinstance(final, dict) or str(ranked[0].config) not in final.get("tied", ()):
+    tied = final.get("tied") if isinstance(final, dict) else None
+    if not isinstance(tied, list) or str(ranked[0].config) not in tied:
         return ranked
     chosen = [row for row in ranked if str(row.config) == final.get("chosen")]
     return [*chosen, *(row for row in ranked if row not in chosen)]

@@ -7,13 +7,13 @@ which is killed when a candidate hangs and replaced when one breaks the context.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -30,19 +30,25 @@ from kgen.errors import (
     WrongResult,
 )
 from kgen.grouped_cases import GroupedCase
-from kgen.grouped_verify import check_runs, verify_grouped
 from kgen.measure import Timing, measure_many, policy_named
-from kgen.problem import GemmProblem
+from kgen.problem import GemmProblem, ceil_div
 from kgen.reference import TORCH_D_DTYPES
 from kgen.runtime import driver
-from kgen.runtime.grouped_kernel import GroupedKernel
 from kgen.runtime.kernel import Kernel, Launch, current_stream
 from kgen.runtime.kernels import KERNELS
-from kgen.runtime.wgrad_kernel import KGroupedKernel
+from kgen.search.gpu_cases import (
+    AnyCase,
+    Judge,
+    Operands,
+    checked_as,
+    copy_of,
+    operands_of,
+    prepared,
+    verified_as,
+)
 from kgen.search.gpu_worker import Hello, Measured, Screened
-from kgen.verify import Seal, Verified, check_random, limit_for, shared_growths, verify
-from kgen.wgrad_cases import KGroupedCase, accumulating
-from kgen.wgrad_verify import check_k_grouped, verify_k_grouped, verify_wgrad
+from kgen.verify import Seal, Verified, shared_growths
+from kgen.wgrad_cases import KGroupedCase
 
 #: A spread (10th to 90th percentile over the median) that calls for a second measurement: another
 #: process on the GPU, a clock that moved.
@@ -51,7 +57,9 @@ NOISY: Final = 0.25
 _DRIVER_VERSION: Final = Path("/sys/module/nvidia/version")
 
 
-AnyCase = Case | GroupedCase | KGroupedCase
+#: Copies of the inputs that a rotating policy goes through: of this size together, but so many.
+ROTATED_L2_MULTIPLE: Final = 3
+MOST_COPIES: Final = 64
 
 
 @dataclass(frozen=True)
@@ -61,10 +69,6 @@ class Contender:
     kernel: Kernel
     launch: Launch
     verified: Verified
-
-
-#: What a kernel has shown on a case; raises WrongResult.
-Judge = Callable[[Kernel, AnyCase, int], Verified]
 
 
 class GpuBody:
@@ -81,6 +85,7 @@ class GpuBody:
         self._output: torch.Tensor | None = None
         self._seal: Seal | None = None
         self._contenders: dict[str, Contender] = {}
+        self._copies: list[Operands] = []
 
     def hello(self) -> Hello:
         """The device at hand."""
@@ -122,17 +127,18 @@ class GpuBody:
         self._contenders.clear()
         for contender in contenders:
             contender.kernel.unload()
+        self._copies.clear()
         self._case = self._output = self._seal = None
         gc.collect()
         torch.cuda.empty_cache()
 
     def verify(self, cubin: Cubin) -> float:
         """Load the cubin and check it; the largest error of a tile."""
-        return self._admit(cubin, _verified)
+        return self._admit(cubin, verified_as)
 
     def hold(self, cubin: Cubin) -> float:
         """Load a cubin that was verified before and check one launch of it."""
-        return self._admit(cubin, _checked)
+        return self._admit(cubin, checked_as)
 
     def screen(self, cubins: Sequence[Cubin], policy: str, best_us: float) -> list[Screened]:
         """Check each by one launch, time those that passed together, unload them."""
@@ -160,7 +166,7 @@ class GpuBody:
         start = perf_counter()
         status, reason = "ok", ""
         try:
-            self._admit(cubin, _checked)
+            self._admit(cubin, checked_as)
         except WrongResult as error:
             status, reason = "wrong", str(error)
         except LaunchError as error:
@@ -181,27 +187,11 @@ class GpuBody:
             kernel.unload()
             self._check_seal(f"{config}, which is wrong ({error}),")
             raise
-        if judge is _verified:
+        if judge is verified_as:
             self._check_seal(str(config))
-        ready = self._prepared(kernel, self._case, self._output)
+        ready = prepared(kernel, self._case, operands_of(self._case), self._output)
         self._contenders[cubin.key] = Contender(kernel, ready, verified)
         return verified.max_tile_error
-
-    @staticmethod
-    def _prepared(kernel: Kernel, case: AnyCase, d: torch.Tensor) -> Launch:
-        """The launch that is timed."""
-        num_sms = case.problem.num_sms
-        if isinstance(case, GroupedCase):
-            assert isinstance(kernel, GroupedKernel), "the case's kind"
-            grouping = case.full.grouping
-            a, sfa, b, sfb = case.inputs(case.full)
-            tensors = (a, sfa, b, sfb, d, grouping.layout)
-            return kernel.prepare_grouped(tensors, by_index=grouping.by_index, num_sms=num_sms)
-        if isinstance(case, KGroupedCase):
-            assert isinstance(kernel, KGroupedKernel), "the case's kind"
-            run = case.full
-            return kernel.prepare_k_grouped((*run.inputs(), d), run.ks, num_sms=num_sms)  # type: ignore[arg-type]
-        return kernel.prepare(*case.inputs(case.problem.m), d, *case.bias, num_sms=num_sms)
 
     def _check_seal(self, who: str) -> None:
         """Raise as for a fault, which costs this process its life, when inputs or references were
@@ -252,13 +242,33 @@ class GpuBody:
         best_us: float | None = None,
         control: str = "",
     ) -> dict[str, Timing]:
-        calls, ordinal = {}, self._ordinal
-        for key in keys:
-            contender = self._contenders[key]
-            run = contender.launch.run
-            calls[key] = (contender.verified, lambda run=run: run(current_stream(ordinal)))
+        chosen, ordinal = policy_named(policy), self._ordinal
+        calls = {}
         with _explained("timing"):
-            return measure_many(calls, policy_named(policy), self._device, best_us, control)
+            for key in keys:
+                contender = self._contenders[key]
+                launches = self._rotated(contender) if chosen.rotates else [contender.launch]
+                turns = cycle([launch.run for launch in launches])
+                calls[key] = (
+                    contender.verified,
+                    lambda turns=turns: next(turns)(current_stream(ordinal)),
+                )
+            return measure_many(calls, chosen, self._device, best_us, control)
+
+    def _rotated(self, contender: Contender) -> list[Launch]:
+        """Launches on inputs of their own, which together L2 can not hold."""
+        assert self._case is not None, "a problem is open"
+        assert self._output is not None, "a problem is open"
+        own = operands_of(self._case)
+        if not self._copies:
+            num_bytes = sum(x.numel() * x.element_size() for x in own)
+            wanted = ceil_div(ROTATED_L2_MULTIPLE * self._device.l2_bytes, num_bytes)
+            count = max(2, min(wanted, MOST_COPIES))
+            self._copies = [tuple(map(copy_of, own)) for _ in range(count)]
+        return [
+            prepared(contender.kernel, self._case, operands, self._output)
+            for operands in self._copies
+        ]
 
     def _measured(self, timings: dict[str, Timing]) -> list[Measured]:
         return [
@@ -286,56 +296,6 @@ class GpuBody:
                 raise GpuMissing(
                     f"policy {policy} can not be used on this machine: {error}"
                 ) from error
-
-
-def _verified(kernel: Kernel, case: AnyCase, ordinal: int) -> Verified:
-    """Every check of its kind."""
-    launch = _launcher(kernel, case, ordinal)
-    if isinstance(case, GroupedCase):
-        return verify_grouped(launch, case)
-    if isinstance(case, KGroupedCase):
-        return verify_k_grouped(launch, case)
-    check = verify_wgrad if case.problem.is_wgrad else verify
-    return check(launch, case, any_nk=kernel.config.baked_dims == "none")
-
-
-def _checked(kernel: Kernel, case: AnyCase, ordinal: int) -> Verified:
-    """The first of these checks alone: one launch of what will be timed."""
-    launch, problem = _launcher(kernel, case, ordinal), case.problem
-    if isinstance(case, GroupedCase):
-        return Verified(problem, *check_runs(launch, case, [(case.full, False)]))
-    if isinstance(case, KGroupedCase):
-        return Verified(
-            problem, *check_k_grouped(launch, case, [(case.full, False)], on_host=(True,))
-        )
-    adds = accumulating(launch) if problem.accumulate else launch
-    return Verified(problem, *check_random(adds, case, [(problem.m, False)], limit_for(case)))
-
-
-def _launcher(kernel: Kernel, case: AnyCase, ordinal: int) -> Callable[..., None]:
-    """How the checks of the case's kind launch the kernel."""
-    num_sms = case.problem.num_sms
-    if isinstance(case, GroupedCase):
-        assert isinstance(kernel, GroupedKernel), "the case's kind"
-
-        def launch_grouped(tensors: Any, by_index: bool) -> None:
-            launch = kernel.prepare_grouped(tensors, by_index=by_index, num_sms=num_sms)
-            launch.run(current_stream(ordinal))
-
-        return launch_grouped
-    if isinstance(case, KGroupedCase):
-        assert isinstance(kernel, KGroupedKernel), "the case's kind"
-
-        def launch_k_grouped(tensors: Any, ks: Any) -> None:
-            launch = kernel.prepare_k_grouped(tensors, ks, num_sms=num_sms)
-            launch.run(current_stream(ordinal))
-
-        return launch_k_grouped
-
-    def launch(*tensors: torch.Tensor) -> None:
-        kernel.prepare(*tensors, num_sms=num_sms).run(current_stream(ordinal))
-
-    return launch
 
 
 def _noise(timings: dict[str, Timing]) -> float:

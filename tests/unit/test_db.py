@@ -88,6 +88,50 @@ def test_best_is_the_fastest_median_of_a_cubin(db: TuningDatabase, make_trial: M
     assert best.p90_us == pytest.approx(10.92)
 
 
+def final(chosen: GemmConfig, *tied: GemmConfig) -> dict[str, Any]:
+    return {"final": {"chosen": str(chosen), "tied": [str(c) for c in (chosen, *tied)]}}
+
+
+def test_the_winner_of_a_tie_is_best(db: TuningDatabase, make_trial: MakeTrial) -> None:
+    """NARROW is as good as WIDE and was chosen; a later one beyond the tie is better than both."""
+
+    def add(us: float, config: GemmConfig, more: dict[str, Any] | None = None) -> None:
+        trial = make_trial(us, config=config, cubin_key=str(config.block_n)[0] * 64)
+        db.record(replace(trial, provenance={**trial.provenance, **(more or {})}))
+
+    def best() -> GemmConfig:
+        found = db.best(PROBLEM, *HERE)
+        assert found is not None
+        return found.config
+
+    add(10.0, WIDE)
+    add(10.1, NARROW)
+    assert best() == WIDE
+    add(10.0, WIDE, final(NARROW, WIDE))
+    add(10.1, NARROW, final(NARROW, WIDE))
+    assert best() == NARROW
+    assert [row.config for row in db.winners()] == [NARROW]
+    assert [row.config for row in db.ranking(PROBLEM, *HERE)] == [NARROW, WIDE]
+    add(9.0, FLAT)
+    assert best() == FLAT
+
+
+@pytest.mark.parametrize(
+    "told",
+    [None, 3, [], {}, {"tied": 3}, {"chosen": 1, "tied": [None]}, final(FLAT, WIDE)["final"]],
+)
+def test_finals_that_say_nothing_of_use_change_nothing(
+    db: TuningDatabase, make_trial: MakeTrial, told: Any
+) -> None:
+    """Provenance may come from anywhere; who was chosen may be out since."""
+    for us, config in ((10.0, WIDE), (10.1, NARROW)):
+        trial = make_trial(us, config=config, cubin_key=str(config.block_n)[0] * 64)
+        db.record(replace(trial, provenance={**trial.provenance, "final": told}))
+    best = db.best(PROBLEM, *HERE)
+    assert best is not None
+    assert best.config == WIDE
+
+
 def test_best_of_nothing_is_none(db: TuningDatabase, make_trial: MakeTrial) -> None:
     assert db.best(PROBLEM, *HERE) is None
     db.record(make_trial(status="compiled", source="predicted", predicted_us=1.0))

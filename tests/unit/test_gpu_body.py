@@ -17,7 +17,7 @@ from kgen.measure import DEFAULT_POLICY, Timing
 from kgen.problem import BF16_FIELDS, GemmProblem
 from kgen.reference import gemm_reference
 from kgen.runtime import driver
-from kgen.search import gpu_backend, gpu_body
+from kgen.search import gpu_backend, gpu_body, gpu_cases
 from kgen.search.events import TuneOptions
 from kgen.search.gpu_body import GpuBody
 
@@ -100,7 +100,8 @@ def body(monkeypatch: pytest.MonkeyPatch, timer: Timer) -> GpuBody:
     for name in ("set_device", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(gpu_body, "Kernel", FakeKernel)
-    monkeypatch.setattr(gpu_body, "current_stream", lambda ordinal: 0)
+    for module in (gpu_body, gpu_cases):
+        monkeypatch.setattr(module, "current_stream", lambda ordinal: 0)
     growth = GrowthCase(GemmProblem("dense", 8, 16, 1024), torch.device("cpu"))
     monkeypatch.setattr(gpu_body, "shared_growths", lambda case: [growth])
     made = GpuBody(0, H200)
@@ -137,6 +138,50 @@ def test_a_control_is_timed_beside_and_told_with_each(body: GpuBody, timer: Time
     timer.results = [{"control": timing(12.5)}]
     (one,) = body.time(("control",), "cold", None, "control")
     assert (one.median_us, one.control_us) == (12.5, 12.5)
+
+
+def test_a_rotating_policy_goes_through_copies_of_the_inputs(
+    body: GpuBody, timer: Timer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Enough of them that L2 holds no part, each call the next, all with the same values."""
+    body.verify(cubin())
+    body.verify(cubin(key="other"))
+    seen: list[int] = []
+    original = FakeLaunch.run
+
+    def spy(self: FakeLaunch, stream: int) -> None:
+        seen.append(self.tensors[0].data_ptr())
+        original(self, stream)
+
+    monkeypatch.setattr(FakeLaunch, "run", spy)
+
+    def three_times(calls: Any, policy: Any, *_: Any) -> dict[str, Timing]:
+        for _, call in calls.values():
+            for _turn in range(3):
+                call()
+        return {name: timing(10.0) for name in calls}
+
+    monkeypatch.setattr(gpu_body, "measure_many", three_times)
+    monkeypatch.setattr(gpu_body, "MOST_COPIES", 2)
+    assert body._case is not None
+    body.time(("k", "other"), "rotating")
+    assert len(set(seen)) == 2
+    assert seen[0] == seen[2] != seen[1]
+    assert seen[:3] == seen[3:]
+    own = gpu_cases.operands_of(body._case)
+    for copies in body._copies:
+        for copy, tensor in zip(copies, own, strict=True):
+            assert copy.stride() == tensor.stride()
+            assert copy.data_ptr() != tensor.data_ptr()
+            assert torch.equal(copy.float(), tensor.float())
+    assert body._output is not None
+    assert body._output.abs().sum() > 0
+    body.open(PROBLEM.with_m(3))
+    assert not body._copies
+    body.verify(cubin())
+    seen.clear()
+    body.time(("k",), "cold")
+    assert len(set(seen)) == 1
 
 
 def test_a_screen_checks_times_and_lets_go(body: GpuBody, timer: Timer) -> None:
@@ -291,7 +336,7 @@ def test_torch_s_error_on_a_lost_context_is_told_from_a_bug(
     api = Api()
     monkeypatch.setattr(driver, "api", lambda: api)
     monkeypatch.setattr(driver, "raise_for", raiser(DriverError("lost", 700, fatal=True)))
-    monkeypatch.setattr(gpu_body, "verify", raiser(RuntimeError("CUDA error: what happened?")))
+    monkeypatch.setattr(gpu_cases, "verify", raiser(RuntimeError("CUDA error: what happened?")))
     with pytest.raises(DriverError, match="lost"):
         body.verify(cubin())
     api.code = 0

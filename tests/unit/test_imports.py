@@ -58,7 +58,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "search.stop search.child search.gpu_lock",
     ),
     (
-        "search.plan search.gpu_worker search.compile_pool search.builder search.gpu_body "
+        "search.plan search.gpu_worker search.compile_pool search.builder search.gpu_cases "
+        "search.gpu_body "
         "search.gpu_backend search.run search.session search.finals search.offline "
         "search.campaign search.tune "
         "search.recheck search.recorder",
@@ -118,6 +119,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "search.optuna_strategy": {"optuna"},
     "search.model_strategy": {"numpy"},
     "search.gpu_body": {"torch"},
+    "search.gpu_cases": {"torch"},
     "runtime.operands": {"torch"},
     "runtime.ops": {"torch"},
     "runtime.cast_options": {"torch"},

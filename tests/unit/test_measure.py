@@ -213,6 +213,26 @@ def test_what_is_far_behind_is_timed_less(faked: list[str]) -> None:
     assert counts(best_us=4.0, control="slow")[2] == CONTROL_ROUNDS
 
 
+def test_a_graph_s_time_is_shared_by_its_calls(
+    faked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = POLICIES["graph"]
+    captured: list[int] = []
+
+    def capture(call: Call, count: int) -> Call:
+        captured.append(count)
+        return lambda: count * float(str(call()))
+
+    monkeypatch.setattr(measure, "_captured", capture)
+    calls = {"call": (Verified(PROBLEM, 2e-3, 2e-3), lambda: 7.0)}
+    assert measure_many(calls, policy, H200)["call"].median_us == pytest.approx(7.0)
+    assert captured == [policy.graph_calls]
+    assert policy.graph_calls > 1
+    assert policy.rotates
+    assert not POLICIES["hot"].rotates
+    assert "flush" not in faked
+
+
 def test_floor_is_asked_of_cold_times_only(faked: list[str]) -> None:
     """From a hot L2 a call may be faster than memory, and nothing is flushed."""
     calls = {"call": (Verified(PROBLEM, 2e-3, 2e-3), lambda: 1.0)}
