@@ -134,8 +134,9 @@ def _settle(ranked: list[TrialRow]) -> list[TrialRow]:
     `kgen.search.finals` says in the provenance which were tied, and who won.
     """
     final = ranked[0].provenance.get("final") if ranked else None
-    tied = final.get("tied") if isinstance(final, dict) else None
-    if not isinstance(tied, list) or str(ranked[0].config) not in tied:
+    if not isinstance(final, dict) or not isinstance(final.get("tied"), list):
+        return ranked
+    if str(ranked[0].config) not in final["tied"]:
         return ranked
     chosen = [row for row in ranked if str(row.config) == final.get("chosen")]
     return [*chosen, *(row for row in ranked if row not in chosen)]

@@ -167,7 +167,7 @@ class Campaign:
             if candidate is None:
                 break
             self._try(session, candidate)
-        session.progress.end_slice(before_us)
+        session.progress.end_slice(before_us, session.expected_gain())
 
     def _introduce(self, session: Session) -> bool:
         """Wait until the problem is prepared and tell of it; False when the time was up first."""

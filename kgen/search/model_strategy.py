@@ -103,15 +103,28 @@ class ModelStrategy(Strategy):
         )
 
     def _choose(self) -> GemmConfig:
+        gain, expected = self._gains()
+        # Far from anything that could be better all gains are 0: then the fastest expected.
+        order = np.lexsort((expected, -gain))
+        return self._configs[int(order[0])]
+
+    def expected_gain(self) -> float | None:
+        """The largest expected improvement, of logarithms; None before there is a time."""
+        if not self._open:
+            return 0.0
+        if all(math.isnan(error) for error in self._errors):
+            return None
+        return float(self._gains()[0].max())
+
+    def _gains(self) -> tuple[Array, Array]:
+        """Expected improvement, -inf of what is not open, and expected time, as logarithms."""
         expected, deviation = self._process.predict(self._errors)
         expected = expected + self._log_model
         known = [float(expected[self._index[config]]) for config in self._row_of]
         best = min(known, default=float(expected[self._is_open].min()))
         gain = expected_improvement(expected, deviation, best)
         gain[~self._is_open] = -np.inf
-        # Far from anything that could be better all gains are 0: then the fastest expected.
-        order = np.lexsort((expected, -gain))
-        return self._configs[int(order[0])]
+        return gain, expected
 
     def ask(self) -> GemmConfig | None:
         """As `Strategy`; what is asked for counts as known from now on."""

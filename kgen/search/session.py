@@ -193,6 +193,10 @@ class Session:
         """Configurations that were tried, in this run and before."""
         return len(self._times) + len(self._failed)
 
+    def expected_gain(self) -> float | None:
+        """What the strategy expects of the next trial, in parts of the best time."""
+        return self._strategy.expected_gain()
+
     @property
     def is_exhausted(self) -> bool:
         """Whether every valid configuration was asked for and has ended."""

@@ -56,6 +56,13 @@ class Strategy:
         is_time = median_us is not None and math.isfinite(median_us) and median_us > 0
         self._learn(config, median_us if is_time else None)
 
+    def expected_gain(self) -> float | None:
+        """By what part of the best time the next configuration is expected to improve on it.
+
+        None of a strategy that does not know; 0 where nothing is left to ask for.
+        """
+        return None if self._open else 0.0
+
     @property
     def num_open(self) -> int:
         """Configurations that can still be asked for."""

@@ -133,6 +133,24 @@ def test_failures_keep_it_away_from_their_like() -> None:
     assert all(min(distance(c, bad) for bad in tall[:60]) > 0.2 for c in asked)
 
 
+def test_it_says_what_it_still_expects_to_gain() -> None:
+    """Less, the more was tried where the model is right; nothing when all was."""
+    few = RANKED[:40]
+    strategy = make_strategy("model", few, few[:1], guide=Guide(PROBLEM, H200))
+    assert strategy.expected_gain() is None
+    gains = []
+    while (config := strategy.ask()) is not None:
+        strategy.tell(config, predict_us(PROBLEM, config, H200))
+        gains.append(strategy.expected_gain())
+    assert len(gains) == 40
+    assert gains[-1] == 0.0
+    early, late = gains[0], gains[30]
+    assert early is not None
+    assert late is not None
+    assert 0 < late < early / 3
+    assert make_strategy("random", few).expected_gain() is None
+
+
 def test_seeds_hints_and_what_is_known() -> None:
     hints = [VALID[5], VALID[6]]
     guide = Guide(PROBLEM, H200, num_hints=2)
