@@ -31,7 +31,7 @@ the model by what it measured; taught does so after what it found for problems o
 Regret is given as the median, and the 90th percentile, over problems and seeds."""
 
 #: Names of kgen.search.replay.SEARCHES, which needs optuna.
-SEARCHES: Final = ("blind", "model", "tpe", "random", "taught")
+SEARCHES: Final = ("blind", "model", "tpe", "genetic", "random", "taught")
 _BUDGETS_S: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 _ALMOST_ALL: Final = 0.9
 

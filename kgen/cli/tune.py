@@ -42,7 +42,7 @@ num_sms, accumulate, and weight, its share of the budget. A value may be a list 
 
 INTERRUPTED = 130
 #: Names of kgen.search.strategies, which needs numpy.
-SAMPLERS = ("model", "tpe", "random", "exhaustive")
+SAMPLERS = ("model", "tpe", "genetic", "random", "exhaustive")
 
 
 def add_parser(commands: Commands) -> None:

@@ -34,7 +34,7 @@ class TuneOptions:
     trials                  most trials a problem has, those of earlier runs included
     budget_s                wall-clock of the whole run, shared out by weight
     budget_per_problem_s    wall-clock a problem may use in this run
-    sampler                 model, tpe, random or exhaustive
+    sampler                 model, tpe, genetic, random or exhaustive
     policy                  name of the measuring policy of `kgen.measure`
     finalists               configurations measured again, interleaved, before one is named
     gpu                     False: compile and predict only, even where a GPU is

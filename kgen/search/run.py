@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from kgen.cache.db import TuningDatabase
+from kgen.cache.lessons import lessons
 from kgen.cache.records import ProblemOutcome, TrialRecord, TrialRow, provenance
 from kgen.config import GemmConfig
 from kgen.device import Device
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from kgen.build import Cubin
 
 _POLL_S: Final = 0.1
-#: Failures on the GPU, which a kernel that is like it may share.
-UNLUCKY: Final = ("wrong", "faulted", "timeout", "launch_failed")
 #: Reasons are for people; a compiler's whole log is in the artifact store.
 _MAX_REASON: Final = 2000
 
@@ -92,15 +91,10 @@ class Run:
         self.facts = self.builder.facts()
 
     def load_lessons(self) -> None:
-        """Begin with what the database has of this device and policy, of any kernel generation.
-
-        A template that changed makes times wrong for its own problem; to rank configurations of
-        others they do.
-        """
-        statuses = ("ok", *UNLUCKY)
-        for row in self.db.trials(None, self.device.name, self.device.num_sms, statuses):
-            if row.policy in ("", self.options.policy):
-                self.lessons.setdefault(row.problem, {})[row.config] = row.median_us
+        """Begin with what the database has of this device and policy."""
+        device = self.device
+        known = lessons(self.db, device.name, device.num_sms, self.options.policy)
+        self.lessons.update(known)
 
     def key(self, problem: GemmProblem, config: GemmConfig) -> str:
         """The key that the configuration's cubin has today."""

@@ -15,10 +15,10 @@ from kgen.device import Device
 from kgen.errors import UsageError
 from kgen.problem import GemmProblem
 from kgen.search.model_strategy import Lesson, ModelStrategy
-from kgen.search.optuna_strategy import TpeStrategy
+from kgen.search.optuna_strategy import GeneticStrategy, TpeStrategy
 from kgen.search.strategy import ExhaustiveStrategy, RandomStrategy, Strategy
 
-SAMPLERS: Final = ("model", "tpe", "random", "exhaustive")
+SAMPLERS: Final = ("model", "tpe", "genetic", "random", "exhaustive")
 #: The heuristic's best that a search starts from: with so many hardly a recorded problem is left
 #: without one within 2 % of its best (tools/fit_heuristic.py).
 NUM_SEEDS: Final = 16
@@ -67,6 +67,8 @@ def make_strategy(
     valid = list(dict.fromkeys(valid))
     if name == "exhaustive" or len(valid) <= SMALL_SPACE:
         strategy: Strategy = ExhaustiveStrategy(valid, seeds)
+    elif name == "genetic":
+        strategy = GeneticStrategy(valid, seeds, seed)
     elif name == "model":
         if guide is None:
             raise UsageError("sampler='model': expected a guide, the problem and its device")

@@ -22,8 +22,10 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
+import kgen.cache.lessons
 from kgen.cache import liveness, schema, sqlite
 from kgen.cache.db import TuningDatabase
+from kgen.cache.lessons import lessons
 from kgen.cache.records import ProblemOutcome, TrialRecord
 from kgen.config import GemmConfig
 from kgen.errors import DatabaseError
@@ -86,6 +88,26 @@ def test_best_is_the_fastest_median_of_a_cubin(db: TuningDatabase, make_trial: M
     assert best.id == 5
     assert best.p10_us == pytest.approx(9.8)
     assert best.p90_us == pytest.approx(10.92)
+
+
+def test_lessons_are_the_newest_results_of_a_device_and_policy(
+    db: TuningDatabase, make_trial: MakeTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = PROBLEM.with_m(1)
+    db.record(make_trial(9.0, config=WIDE))
+    db.record(make_trial(8.0, config=WIDE, cubin_key="of an older template"))
+    db.record(make_trial(status="faulted", config=FLAT))
+    db.record(make_trial(status="compile_failed", config=NARROW))
+    db.record(make_trial(7.0, config=NARROW, policy="hot"))
+    db.record(make_trial(7.0, config=NARROW, num_sms=114))
+    db.record(make_trial(5.0, config=NARROW, problem=other))
+    known = lessons(db, *HERE, "cold")
+    assert known == {PROBLEM: {WIDE: 8.0, FLAT: None}, other: {NARROW: 5.0}}
+    assert list(known) == [PROBLEM, other]
+    assert lessons(db, *HERE, "hot") == {PROBLEM: {NARROW: 7.0, FLAT: None}}
+    assert lessons(db, "NVIDIA H100", 132, "cold") == {}
+    monkeypatch.setattr(kgen.cache.lessons, "MOST_ROWS", 2)
+    assert lessons(db, *HERE, "cold") == {PROBLEM: {FLAT: None}, other: {NARROW: 5.0}}
 
 
 def final(chosen: GemmConfig, *tied: GemmConfig) -> dict[str, Any]:

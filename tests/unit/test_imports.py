@@ -38,7 +38,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "disasm",
         "cache.artifacts",
         "cache.liveness cache.sqlite cache.rows cache.schema cache.connect cache.db "
-        "cache.transfer cache.bundle_rows cache.suggest cache.census",
+        "cache.transfer cache.bundle_rows cache.suggest cache.census "
+        "cache.lessons",
         "runtime.driver runtime.tma runtime.kernel runtime.grouped_kernel runtime.wgrad_kernel "
         "runtime.kernels",
         "runtime.operands runtime.cast_options runtime.ops runtime.cast_out runtime.moe_ops "
@@ -91,6 +92,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "cache.bundle_rows": {"sqlalchemy"},
     "cache.suggest": {"sqlalchemy"},
     "cache.census": {"sqlalchemy"},
+    "cache.lessons": {"sqlalchemy"},
     "cache.bundles": {"sqlalchemy"},
     "cache.trust": {"cryptography"},
     "runtime.driver": {"cuda", "torch"},
