@@ -32,7 +32,8 @@ class Cubin:
     """A compiled kernel, ready to load. Plain values: it crosses processes.
 
     `problem` is the one it was built for, and stands for all that it serves; `registers` and
-    `spill_bytes` are per thread; `source_path` is empty where nothing was stored.
+    `spill_bytes` are per thread; `source_path` is empty where nothing was stored; `compile_s` are
+    the seconds that the compiler took, whenever that was.
     """
 
     key: str
@@ -45,6 +46,7 @@ class Cubin:
     from_cache: bool
     source_path: str
     log: str
+    compile_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -231,4 +233,5 @@ def _cubin(
         from_cache=from_cache,
         source_path=str(artifact.source_path or ""),
         log=artifact.log,
+        compile_s=float(artifact.facts["compile_seconds"]),
     )

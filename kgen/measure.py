@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from statistics import median
 from time import perf_counter
 from typing import Any, Final, NamedTuple
@@ -32,6 +33,11 @@ Call = Callable[[], object]
 FLUSH_L2_MULTIPLE: Final = 8
 #: Of what the device's bandwidth allows, the share below which a cold time can not be true.
 FLOOR_MARGIN: Final = 0.8
+#: A call that takes so many times the fastest one is out of the race: FAR_ROUNDS rounds say enough.
+FAR_MULTIPLE: Final = 2.0
+FAR_ROUNDS: Final = 2
+#: Rounds of a control kernel: enough to see clocks or other work move times by some percent.
+CONTROL_ROUNDS: Final = 4
 _PREFIX: Final = "kgen.measure/"
 
 
@@ -44,6 +50,10 @@ class Policy:
     flush_l2     write a buffer larger than L2 before each call, outside its time
     rounds       calls of each kind that are timed; kinds alternate, another first in each round
     warmup_ms    calls and flushes at least so long before, so that clocks are up and steady
+    rotates      each call takes the next of several sets of inputs, together larger than L2, as
+                 the layers of a model do: the caller's business
+    graph_calls  so many calls are captured in one CUDA graph, whose replay is timed and divided,
+                 as models with small kernels are run; 0: no graph
     """
 
     name: str
@@ -51,6 +61,8 @@ class Policy:
     flush_l2: bool
     rounds: int = 16
     warmup_ms: float = 30.0
+    rotates: bool = False
+    graph_calls: int = 0
 
 
 POLICIES: Final = {
@@ -59,6 +71,11 @@ POLICIES: Final = {
         Policy("cold", "profiler", flush_l2=True),
         Policy("hot", "profiler", flush_l2=False),
         Policy("cold-events", "events", flush_l2=True),
+        Policy("rotating", "profiler", flush_l2=False, rotates=True),
+        # Events: their 2 us are shared by the calls, and the gaps between these belong to it.
+        Policy("graph", "events", flush_l2=False, rotates=True, graph_calls=20),
+        # Many kernels at once, for a timing table: the fastest are measured again.
+        Policy("screen", "profiler", flush_l2=True, rounds=6, warmup_ms=5.0),
     )
 }
 DEFAULT_POLICY: Final = "cold"
@@ -113,35 +130,70 @@ def measure(verified: Verified, call: Call, policy: Policy, device: Device | Non
 
 
 def measure_many(
-    calls: Mapping[str, tuple[Verified, Call]], policy: Policy, device: Device | None = None
+    calls: Mapping[str, tuple[Verified, Call]],
+    policy: Policy,
+    device: Device | None = None,
+    best_us: float | None = None,
+    control: str = "",
 ) -> dict[str, Timing]:
     """Time calls on the current device and stream, alternating, each as often.
 
-    `device` gives L2 size and bandwidth (default: read from the driver). Calls must not wait for
-    the device, nor open profiler ranges of their own. Raises MeasureError for a time below what the
-    problem's bytes need, for a call that did nothing on the device, and when the profiler can not
-    be used.
+    `device` gives L2 size and bandwidth (default: read from the driver). With `best_us`, the
+    fastest time known (inf: none yet), calls that the warm-up shows to take FAR_MULTIPLE times
+    that, or the fastest here, are timed FAR_ROUNDS times only: fewer samples say so. `control`
+    names the call that is only there to be compared with itself, CONTROL_ROUNDS times. Calls must
+    not wait for the device, nor open profiler ranges of their own; for a policy with a graph they
+    must launch on torch's current stream. Raises MeasureError for a time
+    below what the problem's bytes need, for a call that did nothing on the device, and when the
+    profiler can not be used.
     """
     if device is None:
         device = driver.device_facts(torch.cuda.current_device())
     flush = _flush_for(device) if policy.flush_l2 else _nothing
-    _warm_up([call for _, call in calls.values()], flush, policy.warmup_ms)
+    own_calls = {name: call for name, (_, call) in calls.items()}
+    if policy.graph_calls:
+        own_calls = {name: _captured(c, policy.graph_calls) for name, c in own_calls.items()}
+    per_call = max(1, policy.graph_calls)
+    rough_us = _warm_up(own_calls, flush, policy.warmup_ms)
+    rough_us = {name: us / per_call for name, us in rough_us.items()}
+    far = frozenset[str]() if best_us is None else far_calls(rough_us, best_us)
+    fewer = dict.fromkeys(far, FAR_ROUNDS) | ({control: CONTROL_ROUNDS} if control else {})
     _reset_persisting_l2()
-    steps = schedule({name: call for name, (_, call) in calls.items()}, policy.rounds)
+    steps = schedule(own_calls, policy.rounds, fewer)
     samples, clocks = _TIMERS[policy.timer](steps, flush)
     timings = {}
     for name, (verified, _) in calls.items():
-        own = [samples[step.label] for step in steps if step.name == name]
+        own = [samples[step.label] / per_call for step in steps if step.name == name]
         floor = floor_us(verified.problem, device) if policy.flush_l2 else 0.0
         timings[name] = summarise(name, own, floor, policy, clocks)
     return timings
 
 
-def schedule(calls: Mapping[str, Call], rounds: int) -> list[Step]:
-    """Every call once a round, each round starting with the next one of them."""
-    names = list(calls)
+def _captured(call: Call, count: int) -> Call:
+    """A CUDA graph of `count` calls, to be replayed; `call` launches on torch's current stream."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    return graph.replay
+
+
+def far_calls(rough_us: Mapping[str, float], best_us: float) -> frozenset[str]:
+    """The calls that take more than FAR_MULTIPLE times the fastest one, known or among them."""
+    limit = FAR_MULTIPLE * min(best_us, *rough_us.values())
+    return frozenset(name for name, us in rough_us.items() if us > limit)
+
+
+def schedule(
+    calls: Mapping[str, Call], rounds: int, fewer: Mapping[str, int] | None = None
+) -> list[Step]:
+    """Every call once a round, each round starting with the next one of them.
+
+    Those in `fewer` are left out after so many rounds.
+    """
     steps: list[Step] = []
     for turn in range(rounds):
+        names = [name for name in calls if turn < (fewer or {}).get(name, rounds)]
         first = turn % max(1, len(names))
         for name in names[first:] + names[:first]:
             steps.append(Step(f"{_PREFIX}{len(steps)}", name, calls[name]))
@@ -247,7 +299,15 @@ def _raw_events(profiler: Any) -> list[Any]:
 
 
 def _with_events(steps: Sequence[Step], flush: Call) -> tuple[dict[str, float], dict[str, Any]]:
-    """Microseconds by label from CUDA events recorded around each call."""
+    """Microseconds by label from CUDA events recorded around each call, and the clocks."""
+    clocks: dict[str, Any] = {}
+    return _event_times(steps, flush, clocks), clocks
+
+
+def _event_times(
+    steps: Sequence[Step], flush: Call, clocks: dict[str, Any] | None = None
+) -> dict[str, float]:
+    """Microseconds by label from CUDA events; `clocks` gets those seen. Waits for the device."""
     pairs = {}
     for step in steps:
         flush()
@@ -256,9 +316,10 @@ def _with_events(steps: Sequence[Step], flush: Call) -> tuple[dict[str, float], 
         step.call()
         end.record()
         pairs[step.label] = start, end
-    clocks = _clocks()
+    if clocks is not None:
+        clocks.update(_clocks())
     torch.cuda.synchronize()
-    return {label: 1e3 * start.elapsed_time(end) for label, (start, end) in pairs.items()}, clocks
+    return {label: 1e3 * start.elapsed_time(end) for label, (start, end) in pairs.items()}
 
 
 def _new_event() -> torch.cuda.Event:
@@ -279,15 +340,17 @@ def _nothing() -> None:
     """The flush of a policy without one."""
 
 
-def _warm_up(calls: Sequence[Call], flush: Call, least_ms: float) -> None:
+def _warm_up(calls: Mapping[str, Call], flush: Call, least_ms: float) -> dict[str, float]:
+    """Run all calls for so long, twice at least; each one's least time in us, by CUDA events."""
     until = perf_counter() + least_ms / 1e3
-    while True:
-        for call in calls:
-            flush()
-            call()
-        torch.cuda.synchronize()
-        if perf_counter() > until:
-            return
+    rough_us: dict[str, float] = {}
+    for turn in count(1):
+        steps = [Step(name, name, call) for name, call in calls.items()]
+        for name, us in _event_times(steps, flush).items():
+            rough_us[name] = min(us, rough_us.get(name, us))
+        if turn > 1 and perf_counter() > until:
+            break
+    return rough_us
 
 
 def _reset_persisting_l2() -> None:

@@ -17,7 +17,7 @@ from itertools import product
 from math import log2, prod
 from typing import Any, Final
 
-from kgen.config import WGMMA_M, GemmConfig
+from kgen.config import NAMED_AXES, WGMMA_M, GemmConfig
 from kgen.device import Device
 from kgen.problem import GemmProblem, ceil_div, round_up
 from kgen.validity import why_invalid
@@ -75,7 +75,7 @@ _ORDERED: Final = {
 }
 #: Axes that multiply the points at a depth of the ring, the finishes apart.
 _FREE_AT_A_DEPTH: Final = ("b_eviction", "raster_along", "raster_group")
-#: How far apart two different names are.
+#: How far apart two different names are; each named axis has two.
 _NAMED_STEP: Final = 0.25
 
 
@@ -123,7 +123,7 @@ def leading_configs(problem: GemmProblem, device: Device) -> list[list[GemmConfi
 
 def distance(a: GemmConfig, b: GemmConfig) -> float:
     """How far apart two configurations are: 0 for equal ones, about 1 for the next tile height."""
-    return _distance(_coordinates(a), _coordinates(b))
+    return _distance(coordinates(a), coordinates(b))
 
 
 def nearest(config: GemmConfig, candidates: Iterable[GemmConfig]) -> GemmConfig | None:
@@ -136,28 +136,24 @@ def neighbours(
     config: GemmConfig, candidates: Iterable[GemmConfig], count: int
 ) -> list[GemmConfig]:
     """The `count` candidates closest to `config`, closest first, ties in the order given."""
-    here = _coordinates(config)
-    return nsmallest(count, candidates, key=lambda other: _distance(here, _coordinates(other)))
+    here = coordinates(config)
+    return nsmallest(count, candidates, key=lambda other: _distance(here, coordinates(other)))
 
 
 @lru_cache(maxsize=1 << 17)
-def _coordinates(config: GemmConfig) -> tuple[tuple[float, ...], tuple[str, ...]]:
-    ordered = []
+def coordinates(config: GemmConfig) -> tuple[float, ...]:
+    """A configuration as a point: distances are sums of absolute differences."""
+    point = []
     for name, (scale, logarithmic) in _ORDERED.items():
         value = getattr(config, name)
-        ordered.append(scale * (log2(value) if logarithmic else value))
-    names = (
-        *(config.b_eviction, config.raster_along, config.baked_dims, config.sass_pass),
-        config.d_staging,
-    )
-    return tuple(ordered), names
+        point.append(scale * (log2(value) if logarithmic else value))
+    for name, values in NAMED_AXES.items():
+        point.append(_NAMED_STEP * values.index(getattr(config, name)))
+    return tuple(point)
 
 
-def _distance(
-    a: tuple[tuple[float, ...], tuple[str, ...]], b: tuple[tuple[float, ...], tuple[str, ...]]
-) -> float:
-    steps = sum([abs(x - y) for x, y in zip(a[0], b[0], strict=True)])
-    return steps + _NAMED_STEP * sum([x != y for x, y in zip(a[1], b[1], strict=True)])
+def _distance(a: tuple[float, ...], b: tuple[float, ...]) -> float:
+    return sum([abs(x - y) for x, y in zip(a, b, strict=True)])
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from kgen.device import Device
 from kgen.heuristic import default_config, diverse, work_of
 from kgen.model import Fit, Work
 from kgen.problem import GemmProblem
+from kgen.search.tables import read
 from kgen.space import nearest
-from tools.export_trials import read
 
 Array = NDArray[np.float64]
 

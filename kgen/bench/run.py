@@ -28,7 +28,7 @@ from kgen.bench.summary import KGEN, best_peer, own_name, peers_of, summarise
 from kgen.bench.wgrad_providers import WgradKgen, wgrad_against
 from kgen.cases import Case
 from kgen.device import Device
-from kgen.errors import DriverError, KgenError
+from kgen.errors import DriverError, KgenError, UsageError
 from kgen.grouped_cases import GroupedCase
 from kgen.measure import DEFAULT_POLICY, Policy, Timing, measure_many, policy_named
 from kgen.nvml import driver_release
@@ -167,6 +167,11 @@ def run_bench(
         {provider.name: provider for some in by_family.values() for provider in some}.values()
     )
     chosen = policy_named(policy)
+    if chosen.rotates:
+        raise UsageError(
+            f"policy {policy}: providers keep their inputs; expected one that does not rotate "
+            "them, such as cold or hot"
+        )
     limits = _floor(problems, settings, chosen, device) if floor else None
     rows: list[Row] = []
     with suppress(KeyboardInterrupt):  # what is finished is worth its minutes on a GPU

@@ -167,7 +167,21 @@ def ranking(
         if row.policy == policy:
             groups.setdefault((row.cubin_key, row.config), []).append(row)
     # Ties go to the configuration, so that machines agree on a winner.
-    return sorted(map(_merge, groups.values()), key=lambda r: (r.median_us, r.config))
+    return _settle(sorted(map(_merge, groups.values()), key=lambda r: (r.median_us, r.config)))
+
+
+def _settle(ranked: list[TrialRow]) -> list[TrialRow]:
+    """Where the fastest could not be told from others in its last finals, who was chosen is first.
+
+    `kgen.search.finals` says in the provenance which were tied, and who won.
+    """
+    final = ranked[0].provenance.get("final") if ranked else None
+    if not isinstance(final, dict) or not isinstance(final.get("tied"), list):
+        return ranked
+    if str(ranked[0].config) not in final["tied"]:
+        return ranked
+    chosen = [row for row in ranked if str(row.config) == final.get("chosen")]
+    return [*chosen, *(row for row in ranked if row not in chosen)]
 
 
 def _main_policy(rows: Sequence[TrialRow]) -> str | None:

@@ -24,7 +24,7 @@ OK: Final = 0
 USAGE: Final = 2
 
 #: Names of the policies in kgen.measure, which needs torch; the default one first.
-POLICIES: Final = ("cold", "hot", "cold-events")
+POLICIES: Final = ("cold", "hot", "cold-events", "rotating", "graph", "screen")
 
 #: What `add_subparsers` returns; argparse has no public name for it.
 Commands = Any
@@ -97,7 +97,8 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         choices=POLICIES,
         default=POLICIES[0],
-        help="how times are taken: cold, hot or cold-events (default: cold, L2 flushed)",
+        help="how times are taken: cold, hot, cold-events, rotating, graph or screen "
+        "(default: cold, L2 flushed)",
     )
 
 

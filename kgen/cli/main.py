@@ -26,6 +26,7 @@ from kgen.cli import (
     profile,
     race,
     render,
+    replay,
     run_trial,
     shapes,
     show,
@@ -38,7 +39,7 @@ from kgen.errors import Interrupted, KgenError, UsageError
 #: Modules of the subcommands, in the order of the help.
 COMMANDS: Final = (
     *(tune, dispatch_table, best, show, explain, render, run_trial, race, profile),
-    *(bench_command, plot, shapes, misses, db, doctor),
+    *(bench_command, plot, shapes, misses, replay, db, doctor),
 )
 FAILED: Final = 1
 INTERRUPTED: Final = 130

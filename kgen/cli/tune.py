@@ -42,6 +42,8 @@ num_sms, accumulate, and weight, its share of the budget. A value may be a list 
 (m=64..512*2 doubles, m=64..512+64 adds 64); the line stands for every combination."""
 
 INTERRUPTED = 130
+#: Names of kgen.search.strategies, which needs numpy.
+SAMPLERS = ("model", "tpe", "genetic", "random", "exhaustive")
 
 
 def add_parser(commands: Commands) -> None:
@@ -101,7 +103,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
     limits.add_argument(
         "--sampler",
-        choices=("tpe", "random", "exhaustive"),
+        choices=SAMPLERS,
         default=defaults.sampler,
         help="how candidates are chosen (default: %(default)s)",
     )

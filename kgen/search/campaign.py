@@ -7,13 +7,15 @@ record. Must not import torch, CUDA or optuna.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from kgen.errors import Interrupted, KgenError, Untunable
+from kgen.errors import KgenError, Untunable
 from kgen.search.events import (
     TUNED,
     UNFINISHED,
@@ -23,6 +25,7 @@ from kgen.search.events import (
     ProblemStarted,
     TrialFinished,
 )
+from kgen.search.finals import Finals
 from kgen.search.gpu_worker import GpuWorker, Measured
 from kgen.search.plan import Plan
 from kgen.search.run import Run, status_of
@@ -34,10 +37,10 @@ if TYPE_CHECKING:
     from kgen.config import GemmConfig
     from kgen.problem import GemmProblem
 
-#: The finalists are measured together once more should the first time bring in a new one.
-FINAL_ROUNDS: Final = 2
 #: Builds that wait beyond the processes at work, so that none of these runs dry.
 SPARE_BUILDS: Final = 2
+#: Problems whose search is set up before their turn; later ones learn from more results.
+PREPARED_AHEAD: Final = 3
 
 
 class Campaign:
@@ -57,14 +60,14 @@ class Campaign:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kgen-gpu")
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="kgen-prepare")
         self._prepared: dict[int, Future[None]] = {}
+        self._finals = Finals(run, plan, self._measure, partial(self._tell, stage="final"))
 
     def work(self) -> None:
         """Do all that the limits allow; raises Interrupted when told to stop."""
         try:
             for session in self._open():
                 self._skip_if_finished(session)
-            for session in self._open():
-                self._prepared[id(session)] = self._preparing.submit(session.prepare)
+            self._run.load_lessons()
             while self._open():
                 if chosen := self._choose():
                     self._work_on(chosen)
@@ -100,6 +103,9 @@ class Campaign:
             return None
         order = self._plan.order([session.progress for session in waiting])
         self._next = [waiting[index] for index in order]
+        for session in self._next[:PREPARED_AHEAD]:
+            if id(session) not in self._prepared:
+                self._prepared[id(session)] = self._preparing.submit(session.prepare)
         return self._next[0]
 
     def _is_done(self, session: Session) -> bool:
@@ -164,7 +170,7 @@ class Campaign:
             if candidate is None:
                 break
             self._try(session, candidate)
-        session.progress.end_slice(before_us)
+        session.progress.end_slice(before_us, session.expected_gain())
 
     def _introduce(self, session: Session) -> bool:
         """Wait until the problem is prepared and tell of it; False when the time was up first."""
@@ -204,8 +210,12 @@ class Campaign:
         on_gpu = False
         try:
             cubin = candidate.future.result()
+            if session.add_twin(cubin):
+                return
             on_gpu = True
-            (timed,) = self._measure(session, [cubin])
+            (timed,) = self._measure(
+                session, [cubin], best_us=session.best_us or math.inf, control=session.control
+            )
         except Untunable as error:
             session.untunable = str(error)
             return
@@ -214,31 +224,42 @@ class Campaign:
             self._run.record_failure(session.problem, config, status, reason)
             session.add_failure(config, status, reason)
         else:
-            self._record(session, cubin, timed, "search")
+            predicted_us = session.predicted_us(config)
+            self._run.record_ok(session.problem, cubin, timed, predicted_us, stage="search")
+            if moved := session.add_trial(cubin, timed):
+                self._run.on_event(Notice(f"{session.problem}: {moved}"))
         seconds, self._mark = time.monotonic() - self._mark, time.monotonic()
         session.progress.add_attempt(on_gpu, seconds)
         self._plan.note_trial(seconds)
         self._tell(session, config, status, reason, timed)
 
-    def _measure(self, session: Session, cubins: list[Cubin]) -> list[Measured]:
+    def _measure(
+        self,
+        session: Session,
+        cubins: list[Cubin],
+        best_us: float | None = None,
+        control: Cubin | None = None,
+    ) -> list[Measured]:
         """Have the GPU's worker measure, and choose and compile what comes next meanwhile."""
-        future = self._thread.submit(self._on_gpu, session.problem, cubins)
+        future = self._thread.submit(self._on_gpu, session.problem, cubins, best_us, control)
         if not session.is_closed:
             self._build_ahead(session, future)
         return future.result()
 
-    def _on_gpu(self, problem: GemmProblem, cubins: list[Cubin]) -> list[Measured]:
+    def _on_gpu(
+        self,
+        problem: GemmProblem,
+        cubins: list[Cubin],
+        best_us: float | None,
+        control: Cubin | None,
+    ) -> list[Measured]:
         """In the GPU's thread: measure, and count the seconds."""
         start = time.monotonic()
         try:
-            return self._gpu.measure(problem, cubins, self._run.options.policy)
+            policy = self._run.options.policy
+            return self._gpu.measure(problem, cubins, policy, best_us, control)
         finally:
             self._gpu_busy_s += time.monotonic() - start
-
-    def _record(self, session: Session, cubin: Cubin, measured: Measured, stage: str) -> None:
-        predicted_us = session.predicted_us(cubin.config)
-        self._run.record_ok(session.problem, cubin, measured, predicted_us, stage)
-        session.add_time(cubin.config, measured)
 
     def _tell(
         self,
@@ -277,12 +298,13 @@ class Campaign:
         is_full = self._is_done(session)
         if session.winner is not None and not session.untunable and self._plan.room_for_final():
             started = time.monotonic()
-            self._finals_of(session)
+            self._finals.take(session)
             self._plan.note_final(time.monotonic() - started)
         report = session.report(is_full)
         self._reports[id(session)] = report
         if report.outcome != UNFINISHED:
             details = {**self._limits(session), "default_us": report.default_us}
+            details["finals"] = [standing.to_dict() for standing in session.standings]
             if session.is_exhausted:
                 details["num_exhausted"] = len(session.valid)
             self._run.record_outcome(
@@ -294,70 +316,3 @@ class Campaign:
                 details=details,
             )
         self._run.on_event(ProblemFinished(report))
-
-    def _finals_of(self, session: Session) -> None:
-        """Time the leading configurations interleaved: one lucky measurement names no winner."""
-        done: set[GemmConfig] = set()
-        for _ in range(FINAL_ROUNDS):
-            finalists = session.finalists(self._run.options.finalists)
-            if len(finalists) < 2 or done.issuperset(finalists):
-                return
-            done.update(finalists)
-            cubins = self._cubins_of(session, finalists)
-            if len(cubins) < 2:
-                return
-            try:
-                self._time_together(session, cubins)
-            except Untunable as error:  # the search's times hold all the same
-                self._run.on_event(Notice(f"{session.problem}: no finals: {error}"))
-                return
-
-    def _cubins_of(self, session: Session, configs: list[GemmConfig]) -> list[Cubin]:
-        """Their cubins, most of them built before; none when the time is up first.
-
-        One that can not be built again (its artifact is gone, the compiler too slow today) is left
-        out with a notice: nothing is wrong with the time it has.
-        """
-        futures = [self._run.pool.submit(session.problem, config) for config in configs]
-        cubins = []
-        for config, future in zip(configs, futures, strict=True):
-            if not self._run.wait_any([future], self._plan.deadline):
-                return []
-            try:
-                cubins.append(future.result())
-            except KgenError as error:
-                status_of(error)  # raises what is no candidate's fault
-                text = f"{session.problem}: not in the finals: {config}: {error}"
-                self._run.on_event(Notice(text))
-        return cubins
-
-    def _time_together(self, session: Session, cubins: list[Cubin]) -> None:
-        try:
-            measured = self._measure(session, cubins)
-        except (Interrupted, Untunable):
-            raise
-        except KgenError as error:
-            self._run.on_event(Notice(f"{session.problem}: finals failed, one by one: {error}"))
-            self._time_one_by_one(session, cubins)
-            return
-        for cubin, one in zip(cubins, measured, strict=True):
-            self._record_final(session, cubin, one)
-
-    def _time_one_by_one(self, session: Session, cubins: list[Cubin]) -> None:
-        """Find out which finalist spoilt the others' measurement, and take it out."""
-        for cubin in cubins:
-            try:
-                (one,) = self._measure(session, [cubin])
-            except Untunable:
-                raise
-            except KgenError as error:
-                status, reason = status_of(error), str(error)
-                self._run.record_failure(session.problem, cubin.config, status, reason)
-                session.add_failure(cubin.config, status, reason)
-                self._tell(session, cubin.config, status, reason, stage="final")
-            else:
-                self._record_final(session, cubin, one)
-
-    def _record_final(self, session: Session, cubin: Cubin, measured: Measured) -> None:
-        self._record(session, cubin, measured, "final")
-        self._tell(session, cubin.config, "ok", "", measured, stage="final")

@@ -34,7 +34,7 @@ class TuneOptions:
     trials                  most trials a problem has, those of earlier runs included
     budget_s                wall-clock of the whole run, shared out by weight
     budget_per_problem_s    wall-clock a problem may use in this run
-    sampler                 tpe, random or exhaustive
+    sampler                 model, tpe, genetic, random or exhaustive
     policy                  name of the measuring policy of `kgen.measure`
     finalists               configurations measured again, interleaved, before one is named
     gpu                     False: compile and predict only, even where a GPU is
@@ -48,7 +48,7 @@ class TuneOptions:
     trials: int | None = None
     budget_s: float | None = None
     budget_per_problem_s: float | None = None
-    sampler: str = "tpe"
+    sampler: str = "model"
     policy: str = "cold"
     finalists: int = 4
     gpu: bool = True
@@ -136,7 +136,8 @@ class ProblemReport:
     `outcome`: tuned (a verified winner is in the database), predicted (compiled and ranked by
     the model, nothing timed), untunable (`reason` says why), unfinished (the run ended first).
     `p10_us`, `p90_us` are the winner's spread and `error` its largest relative tile error;
-    `default_us` is the heuristic's own choice, measured beside the winner.
+    `default_us` is the heuristic's own choice, measured beside the winner; `num_tied`
+    configurations, the winner among them, could not be told from the fastest in the finals.
     """
 
     problem: GemmProblem
@@ -150,6 +151,7 @@ class ProblemReport:
     error: float | None = None
     default_us: float | None = None
     predicted_us: float | None = None
+    num_tied: int = 0
     num_trials: int = 0
     num_new_trials: int = 0
     num_valid: int = 0

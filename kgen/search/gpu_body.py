@@ -7,34 +7,49 @@ which is killed when a candidate hangs and replaced when one breaks the context.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import chain, cycle
 from pathlib import Path
-from typing import Any, Final
+from time import perf_counter
+from typing import Final
 
 import torch
 
 from kgen.build import Cubin
 from kgen.cases import Case
 from kgen.device import Device
-from kgen.errors import DriverError, GpuMissing, KgenError, MeasureError, Untunable, WrongResult
+from kgen.errors import (
+    DriverError,
+    GpuMissing,
+    KgenError,
+    LaunchError,
+    MeasureError,
+    Untunable,
+    WrongResult,
+)
 from kgen.grouped_cases import GroupedCase
-from kgen.grouped_verify import verify_grouped
 from kgen.measure import Timing, measure_many, policy_named
-from kgen.problem import GemmProblem
+from kgen.problem import GemmProblem, ceil_div
 from kgen.reference import TORCH_D_DTYPES
 from kgen.runtime import driver
-from kgen.runtime.grouped_kernel import GroupedKernel
 from kgen.runtime.kernel import Kernel, Launch, current_stream
 from kgen.runtime.kernels import KERNELS
 from kgen.runtime.nvtx import nvtx_range
-from kgen.runtime.wgrad_kernel import KGroupedKernel
-from kgen.search.gpu_worker import Hello, Measured
-from kgen.verify import Seal, Verified, shared_growths, verify
+from kgen.search.gpu_cases import (
+    AnyCase,
+    Judge,
+    Operands,
+    checked_as,
+    copy_of,
+    operands_of,
+    prepared,
+    verified_as,
+)
+from kgen.search.gpu_worker import Hello, Measured, Screened
+from kgen.verify import Seal, Verified, shared_growths
 from kgen.wgrad_cases import KGroupedCase
-from kgen.wgrad_verify import verify_k_grouped, verify_wgrad
 
 #: A spread (10th to 90th percentile over the median) that calls for a second measurement: another
 #: process on the GPU, a clock that moved.
@@ -43,7 +58,9 @@ NOISY: Final = 0.25
 _DRIVER_VERSION: Final = Path("/sys/module/nvidia/version")
 
 
-AnyCase = Case | GroupedCase | KGroupedCase
+#: Copies of the inputs that a rotating policy goes through: of this size together, but so many.
+ROTATED_L2_MULTIPLE: Final = 3
+MOST_COPIES: Final = 64
 
 
 @dataclass(frozen=True)
@@ -69,6 +86,7 @@ class GpuBody:
         self._output: torch.Tensor | None = None
         self._seal: Seal | None = None
         self._contenders: dict[str, Contender] = {}
+        self._copies: list[Operands] = []
 
     def hello(self) -> Hello:
         """The device at hand."""
@@ -110,12 +128,54 @@ class GpuBody:
         self._contenders.clear()
         for contender in contenders:
             contender.kernel.unload()
+        self._copies.clear()
         self._case = self._output = self._seal = None
         gc.collect()
         torch.cuda.empty_cache()
 
     def verify(self, cubin: Cubin) -> float:
         """Load the cubin and check it; the largest error of a tile."""
+        return self._admit(cubin, verified_as)
+
+    def hold(self, cubin: Cubin) -> float:
+        """Load a cubin that was verified before and check one launch of it."""
+        return self._admit(cubin, checked_as)
+
+    def screen(self, cubins: Sequence[Cubin], policy: str, best_us: float) -> list[Screened]:
+        """Check each by one launch, time those that passed together, unload them."""
+        found = [self._check(cubin) for cubin in cubins]
+        keys = [c.key for c, one in zip(cubins, found, strict=True) if one.status == "ok"]
+        start = perf_counter()
+        timed: dict[str, Measured] = {}
+        try:
+            if keys:
+                measured = self._measured(self._time(tuple(keys), policy, best_us))
+                timed = dict(zip(keys, measured, strict=True))
+                self._check_seal(f"{len(keys)} candidates" if len(keys) > 1 else "the candidate")
+        finally:
+            for key in keys:
+                with suppress(DriverError):  # of a lost context: this process ends
+                    self._contenders.pop(key).kernel.unload()
+        share_s = (perf_counter() - start) / max(1, len(keys))
+        return [
+            replace(one, measured=timed[c.key], time_s=share_s) if c.key in timed else one
+            for c, one in zip(cubins, found, strict=True)
+        ]
+
+    def _check(self, cubin: Cubin) -> Screened:
+        """Admit the cubin to a screen's timing, or say why not."""
+        start = perf_counter()
+        status, reason = "ok", ""
+        try:
+            self._admit(cubin, checked_as)
+        except WrongResult as error:
+            status, reason = "wrong", str(error)
+        except LaunchError as error:
+            status, reason = "launch_failed", str(error)
+        return Screened(status, reason, check_s=perf_counter() - start)
+
+    def _admit(self, cubin: Cubin, judge: Judge) -> float:
+        """Load the cubin, have it judged and keep it for `time`; the largest error of a tile."""
         assert self._case is not None, "a problem is open"
         assert self._output is not None, "a problem is open"
         problem, config = self._case.problem, cubin.config
@@ -126,56 +186,16 @@ class GpuBody:
                 nvtx_range(f"kgen verify {problem}: {config}"),
                 _explained(f"verification of {config} for {problem}"),
             ):
-                verified = self._verified(kernel, self._case)
+                verified = judge(kernel, self._case, self._ordinal)
         except WrongResult as error:
             kernel.unload()
             self._check_seal(f"{config}, which is wrong ({error}),")
             raise
-        self._check_seal(str(config))
-        ready = self._prepared(kernel, self._case, self._output)
+        if judge is verified_as:
+            self._check_seal(str(config))
+        ready = prepared(kernel, self._case, operands_of(self._case), self._output)
         self._contenders[cubin.key] = Contender(kernel, ready, verified)
         return verified.max_tile_error
-
-    def _verified(self, kernel: Kernel, case: AnyCase) -> Verified:
-        num_sms, ordinal = case.problem.num_sms, self._ordinal
-        if isinstance(case, GroupedCase):
-            assert isinstance(kernel, GroupedKernel), "the case's kind"
-
-            def launch_grouped(tensors: Any, by_index: bool) -> None:
-                launch = kernel.prepare_grouped(tensors, by_index=by_index, num_sms=num_sms)
-                launch.run(current_stream(ordinal))
-
-            return verify_grouped(launch_grouped, case)
-        if isinstance(case, KGroupedCase):
-            assert isinstance(kernel, KGroupedKernel), "the case's kind"
-
-            def launch_k_grouped(tensors: Any, ks: Any) -> None:
-                launch = kernel.prepare_k_grouped(tensors, ks, num_sms=num_sms)
-                launch.run(current_stream(ordinal))
-
-            return verify_k_grouped(launch_k_grouped, case)
-
-        def launch(*tensors: torch.Tensor) -> None:
-            kernel.prepare(*tensors, num_sms=num_sms).run(current_stream(ordinal))
-
-        check = verify_wgrad if case.problem.is_wgrad else verify
-        return check(launch, case, any_nk=kernel.config.baked_dims == "none")
-
-    @staticmethod
-    def _prepared(kernel: Kernel, case: AnyCase, d: torch.Tensor) -> Launch:
-        """The launch that is timed."""
-        num_sms = case.problem.num_sms
-        if isinstance(case, GroupedCase):
-            assert isinstance(kernel, GroupedKernel), "the case's kind"
-            grouping = case.full.grouping
-            a, sfa, b, sfb = case.inputs(case.full)
-            tensors = (a, sfa, b, sfb, d, grouping.layout)
-            return kernel.prepare_grouped(tensors, by_index=grouping.by_index, num_sms=num_sms)
-        if isinstance(case, KGroupedCase):
-            assert isinstance(kernel, KGroupedKernel), "the case's kind"
-            run = case.full
-            return kernel.prepare_k_grouped((*run.inputs(), d), run.ks, num_sms=num_sms)  # type: ignore[arg-type]
-        return kernel.prepare(*case.inputs(case.problem.m), d, *case.bias, num_sms=num_sms)
 
     def _check_seal(self, who: str) -> None:
         """Raise as for a fault, which costs this process its life, when inputs or references were
@@ -187,36 +207,73 @@ class GpuBody:
         if is_broken:
             raise DriverError(f"{who} wrote outside its output, into what all share", fatal=True)
 
-    def time(self, keys: tuple[str, ...], policy: str) -> list[Measured]:
+    def time(
+        self,
+        keys: tuple[str, ...],
+        policy: str,
+        best_us: float | None = None,
+        control: str = "",
+    ) -> list[Measured]:
         """Time the candidates, alternating. What can not be true, or is noisy, is taken twice.
 
         Raises DriverError, `fatal`, when one of them wrote outside its output.
         """
-        measured = self._time_well(keys, policy)
+        beside = control if control and control not in keys else ""
+        timings = self._time_well((*keys, *filter(None, [beside])), policy, best_us, beside)
+        control_us = timings[control].median_us if control else None
+        timings.pop(beside, None)
+        measured = [replace(one, control_us=control_us) for one in self._measured(timings)]
         self._check_seal(f"{len(keys)} candidates" if len(keys) > 1 else "the candidate")
         return measured
 
-    def _time_well(self, keys: tuple[str, ...], policy: str) -> list[Measured]:
+    def _time_well(
+        self, keys: tuple[str, ...], policy: str, best_us: float | None, control: str
+    ) -> dict[str, Timing]:
         try:
-            timings = self._time(keys, policy)
+            timings = self._time(keys, policy, best_us, control)
         except MeasureError:
-            return self._measured(self._time(keys, policy))
+            return self._time(keys, policy, best_us, control)
         if any(timing.spread_us > NOISY * timing.median_us for timing in timings.values()):
-            again = self._time(keys, policy)
+            again = self._time(keys, policy, best_us, control)
             if _noise(again) < _noise(timings):
                 timings = again
-        return self._measured(timings)
+        return timings
 
-    def _time(self, keys: tuple[str, ...], policy: str) -> dict[str, Timing]:
-        stream = current_stream(self._ordinal)
+    def _time(
+        self,
+        keys: tuple[str, ...],
+        policy: str,
+        best_us: float | None = None,
+        control: str = "",
+    ) -> dict[str, Timing]:
+        chosen, ordinal = policy_named(policy), self._ordinal
         calls = {}
-        for key in keys:
-            contender = self._contenders[key]
-            run = contender.launch.run
-            calls[key] = (contender.verified, lambda run=run: run(stream))
         assert self._case is not None, "a problem is open"
         with nvtx_range(f"kgen time {self._case.problem}"), _explained("timing"):
-            return measure_many(calls, policy_named(policy), self._device)
+            for key in keys:
+                contender = self._contenders[key]
+                launches = self._rotated(contender) if chosen.rotates else [contender.launch]
+                turns = cycle([launch.run for launch in launches])
+                calls[key] = (
+                    contender.verified,
+                    lambda turns=turns: next(turns)(current_stream(ordinal)),
+                )
+            return measure_many(calls, chosen, self._device, best_us, control)
+
+    def _rotated(self, contender: Contender) -> list[Launch]:
+        """Launches on inputs of their own, which together L2 can not hold."""
+        assert self._case is not None, "a problem is open"
+        assert self._output is not None, "a problem is open"
+        own = operands_of(self._case)
+        if not self._copies:
+            num_bytes = sum(x.numel() * x.element_size() for x in own)
+            wanted = ceil_div(ROTATED_L2_MULTIPLE * self._device.l2_bytes, num_bytes)
+            count = max(2, min(wanted, MOST_COPIES))
+            self._copies = [tuple(map(copy_of, own)) for _ in range(count)]
+        return [
+            prepared(contender.kernel, self._case, operands, self._output)
+            for operands in self._copies
+        ]
 
     def _measured(self, timings: dict[str, Timing]) -> list[Measured]:
         return [

@@ -8,8 +8,9 @@ in the child does.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kgen.device import Device
@@ -18,9 +19,11 @@ from kgen.errors import (
     GpuMissing,
     Interrupted,
     KgenError,
+    LaunchError,
     Untunable,
     WorkerDied,
     WorkerTimeout,
+    WrongResult,
 )
 from kgen.problem import GemmProblem
 from kgen.search.child import Child
@@ -37,6 +40,8 @@ OPEN_TIMEOUT_S: Final = 120.0
 #: A GPU may need a moment after a killed process before a new context can be made.
 START_ATTEMPTS: Final = 3
 START_PAUSE_S: Final = 2.0
+#: What each candidate of a screen may add to the limit of one trial.
+SCREEN_S: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,9 @@ class Hello:
 class Measured:
     """One verified candidate's time, in microseconds, by the policy of that name.
 
-    `error` is its largest relative tile error.
+    `error` is its largest relative tile error; `verify_s` the seconds of its verification, `time_s`
+    its share of those of timing, as the tuning process sees them. `control_us`: what the control
+    kernel took at the same time, if there was one.
     """
 
     policy: str
@@ -66,6 +73,25 @@ class Measured:
     p90_us: float
     samples_us: tuple[float, ...]
     clocks: dict[str, Any] = field(default_factory=dict)
+    verify_s: float = 0.0
+    time_s: float = 0.0
+    control_us: float | None = None
+
+
+@dataclass(frozen=True)
+class Screened:
+    """What came of one candidate of a `screen`.
+
+    `status` is ok, wrong or launch_failed, with a `reason` where there is no time; `error` is the
+    largest tile error of the one launch that was compared with the reference. `check_s` and
+    `time_s` are the candidate's seconds of loading and checking, and its share of the timing.
+    """
+
+    status: str
+    reason: str = ""
+    measured: Measured | None = None
+    check_s: float = 0.0
+    time_s: float = 0.0
 
 
 class Backend(Protocol):
@@ -89,8 +115,22 @@ class Backend(Protocol):
         Raises LaunchError, WrongResult, or DriverError with `fatal` when the context is lost.
         """
 
-    def time(self, keys: tuple[str, ...], policy: str) -> list[Measured]:
-        """Time verified candidates of the open problem, alternating when there are several."""
+    def hold(self, cubin: Cubin) -> float:
+        """Keep one for `time` that was verified before, in another child: one launch is checked."""
+
+    def time(
+        self, keys: tuple[str, ...], policy: str, best_us: float | None, control: str
+    ) -> list[Measured]:
+        """Time verified candidates of the open problem, alternating when there are several.
+
+        `best_us` as in `measure_many`; `control` is the key of one that is timed beside them.
+        """
+
+    def screen(self, cubins: Sequence[Cubin], policy: str, best_us: float) -> list[Screened]:
+        """Check each candidate by one launch, time those that passed together, let go of all.
+
+        For a timing table: what passes here is not verified. `best_us` as in `measure_many`.
+        """
 
 
 class GpuWorker:
@@ -132,27 +172,87 @@ class GpuWorker:
         self._lock = GpuLock(hello.uuid, self._stop, self._on_wait)
         return hello
 
-    def measure(self, problem: GemmProblem, cubins: Sequence[Cubin], policy: str) -> list[Measured]:
+    def measure(
+        self,
+        problem: GemmProblem,
+        cubins: Sequence[Cubin],
+        policy: str,
+        best_us: float | None = None,
+        control: Cubin | None = None,
+    ) -> list[Measured]:
         """Verify every cubin, then time them, alternating; each step under its own limit.
+
+        `best_us` as in `measure_many`. `control`, verified before, is timed beside them, and left
+        out where it can not be.
 
         Raises Untunable when the problem can not be set up, GpuMissing when the GPU does not come
         back, and what a candidate's failure is:
         WrongResult, LaunchError, DriverError, MeasureError, WorkerTimeout, WorkerDied.
         """
+        if control is not None and not self._hold(problem, control, policy):
+            control = None
+        with self._ready(problem, policy):
+            verify_s = [self._verify(cubin) for cubin in cubins]
+            keys = tuple(cubin.key for cubin in cubins)
+            # A child that was replaced since does not hold it.
+            beside = control.key if control and control.key in self._errors else ""
+            start = time.monotonic()
+            timed: list[Measured] = self._call(
+                "time", keys, policy, best_us, beside, times=len(keys) + bool(beside)
+            )
+            time_s = (time.monotonic() - start) / max(1, len(keys))
+        return [
+            replace(one, verify_s=seconds, time_s=time_s)
+            for one, seconds in zip(timed, verify_s, strict=True)
+        ]
+
+    def _hold(self, problem: GemmProblem, control: Cubin, policy: str) -> bool:
+        """Whether the child holds the control; what goes wrong with it is no candidate's fault."""
+        if self._problem == problem and control.key in self._errors:
+            return True
+        try:
+            with self._ready(problem, policy):
+                self._errors[control.key] = self._call("hold", control)
+        except (WrongResult, LaunchError, DriverError, WorkerDied, WorkerTimeout):
+            return False
+        return True
+
+    def _verify(self, cubin: Cubin) -> float:
+        """Have a cubin verified that was not yet; the seconds it took."""
+        start = time.monotonic()
+        if cubin.key not in self._errors:
+            self._errors[cubin.key] = self._call("verify", cubin)
+        return time.monotonic() - start
+
+    def screen(
+        self, problem: GemmProblem, cubins: Sequence[Cubin], policy: str, best_us: float
+    ) -> list[Screened]:
+        """Check every cubin by one launch and time all that pass; none is verified.
+
+        All share one trial's limit and half a second each. Raises as `measure` does: one that
+        breaks the child takes the others' results with it.
+        """
+        with self._ready(problem, policy):
+            for cubin in cubins:
+                self._errors.pop(cubin.key, None)  # it is let go of
+            limit_s = self._limit_s + SCREEN_S * len(cubins)
+            found: list[Screened] = self._child.call(
+                "screen", cubins, policy, best_us, timeout_s=limit_s
+            )
+        return found
+
+    @contextmanager
+    def _ready(self, problem: GemmProblem, policy: str) -> Iterator[None]:
+        """The GPU to oneself, the problem open; what a candidate breaks is replaced."""
         assert self._lock is not None, "hello comes first"
         self._await_start()
         with self._lock.held():
             self._open(problem, policy)
             try:
-                for cubin in cubins:
-                    if cubin.key not in self._errors:
-                        self._errors[cubin.key] = self._call("verify", cubin)
-                keys = tuple(cubin.key for cubin in cubins)
-                timed: list[Measured] = self._call("time", keys, policy, times=len(keys))
+                yield
             except KgenError as error:
                 self._replace_if_broken(error)
                 raise
-        return timed
 
     def close(self) -> None:
         """End the child; there will be no other."""

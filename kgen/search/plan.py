@@ -70,9 +70,16 @@ class Progress:
         self.num_timed += 1
         self.spent_s += seconds
 
-    def end_slice(self, best_before_us: float | None) -> None:
-        """Learn from a slice how much the next one may gain; a fruitless one halves the hope."""
+    def end_slice(self, best_before_us: float | None, expected_gain: float | None = None) -> None:
+        """Learn from a slice how much the next one may gain.
+
+        That is what the strategy expects of it, if it expects anything; else a fruitless slice
+        halves the hope.
+        """
         if self.best_us is None:
+            return
+        if expected_gain is not None:
+            self.gain = expected_gain
             return
         headroom = max(0.0, 1 - self.floor_us / self.best_us)
         if best_before_us is None:

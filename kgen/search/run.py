@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from kgen.cache.db import TuningDatabase
+from kgen.cache.lessons import lessons
 from kgen.cache.records import ProblemOutcome, TrialRecord, TrialRow, provenance
 from kgen.config import GemmConfig
 from kgen.device import Device
@@ -83,9 +84,17 @@ class Run:
     on_event: OnEvent
     stop: StopFlag
     facts: Mapping[str, str] = field(init=False)
+    #: What came of each configuration of each problem, medians in microseconds, None for failures.
+    lessons: dict[GemmProblem, dict[GemmConfig, float | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.facts = self.builder.facts()
+
+    def load_lessons(self) -> None:
+        """Begin with what the database has of this device and policy."""
+        device = self.device
+        known = lessons(self.db, device.name, device.num_sms, self.options.policy)
+        self.lessons.update(known)
 
     def key(self, problem: GemmProblem, config: GemmConfig) -> str:
         """The key that the configuration's cubin has today."""
@@ -135,8 +144,9 @@ class Run:
         stage: str,
         *,
         source: str = "tuned",
+        **more: Any,
     ) -> None:
-        """Append a verified time."""
+        """Append a verified time; `more` joins its provenance."""
         self._record(
             problem,
             cubin.config,
@@ -152,7 +162,17 @@ class Run:
             predicted_us=predicted_us,
             policy=measured.policy,
             registers=cubin.registers,
-            provenance=self.provenance(measured.clocks, stage=stage),
+            provenance=self.provenance(
+                measured.clocks,
+                stage=stage,
+                control_us=measured.control_us,
+                seconds={
+                    "compile": cubin.compile_s,
+                    "verify": round(measured.verify_s, 4),
+                    "time": round(measured.time_s, 4),
+                },
+                **more,
+            ),
         )
 
     def record_failure(

@@ -6,33 +6,35 @@ import torch, CUDA or optuna.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from kgen.cache.records import ProblemOutcome, TrialRow
-from kgen.config import GemmConfig
+from kgen.config import GemmConfig, grid_size, resources_of
 from kgen.heuristic import default_config, predict_us, seeds
+from kgen.search.control import Control
 from kgen.search.events import TUNED, UNFINISHED, UNTUNABLE, ProblemReport
 from kgen.search.gpu_worker import Measured
+from kgen.search.model_strategy import Lesson, away
 from kgen.search.plan import Progress, floor_us
 from kgen.search.run import Run, why_no_valid
-from kgen.search.strategy import Strategy, make_strategy
+from kgen.search.strategies import MAX_PENDING, NUM_SEEDS, Guide, make_strategy
+from kgen.search.strategy import Strategy
+from kgen.search.ties import Standing
 from kgen.shapes import ShapeLine
-from kgen.space import count_invalid, valid_configs
+from kgen.space import count_invalid, nearest, valid_configs
 
 if TYPE_CHECKING:
     from kgen.build import Cubin
 
-#: The heuristic's best that the search starts from: with so many hardly a recorded problem is
-#: left without one within 2 % of its best (tools/fit_heuristic.py).
-NUM_SEEDS: Final = 16
-#: Builds of one problem that may wait at a time; more would be chosen with less knowledge.
-MAX_PENDING: Final = 8
+#: What a kernel is launched with beside its code: another one is another kernel.
+Launch = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,16 @@ class Session:
         self._asked_all = False
         self._times: dict[GemmConfig, list[Measured]] = {}
         self._failed: dict[GemmConfig, tuple[str, str]] = {}
+        self._codes: dict[Launch, GemmConfig] = {}
+        self.standings: list[Standing] = []
+        self.control: Cubin | None = None
+        self._watch: Control | None = None
         for row in self._known_rows():
             self._remember_row(row)
         unbuilt = sum(status == "compile_failed" for status, _ in self._failed.values())
         self.progress.num_trials = self.num_configs - unbuilt
         self.progress.num_unbuilt = unbuilt
+        self._incumbent = self._known_winner()
         self.progress.end_slice(None)
 
     # -- what was known ------------------------------------------------------------------------
@@ -100,6 +107,12 @@ class Session:
                 tuple(row.samples_us),
             ),
         )
+
+    def _known_winner(self) -> GemmConfig | None:
+        """The winner of earlier runs, if that still holds."""
+        device, policy = self._run.device, self._run.options.policy
+        best = self._run.db.best(self.problem, device.name, device.num_sms, policy)
+        return best.config if best and best.config in self._times else None
 
     def _remember(self, config: GemmConfig, measured: Measured) -> None:
         self._times.setdefault(config, []).append(measured)
@@ -141,18 +154,48 @@ class Session:
     @cached_property
     def _strategy(self) -> Strategy:
         device = self._run.device
-        hints = self._run.db.suggestions(self.problem, device.name, device.num_sms)
-        first = [self.default, *(hint.config for hint in hints)]
-        first += seeds(self.problem, device, NUM_SEEDS)
+        suggested = self._run.db.suggestions(self.problem, device.name, device.num_sms)
+        hints = [hint.config for hint in suggested]
+        hints += [self.neighbour] if self.neighbour else []
+        first = [self.default, *hints, *seeds(self.problem, device, NUM_SEEDS)]
         known: dict[GemmConfig, float | None] = dict.fromkeys(self._failed)
         known |= {config: self.best_of(config) for config in self._times}
         options = self._run.options
-        return make_strategy(options.sampler, self.valid, first, known, options.seed)
+        guide = Guide(self.problem, device, self._lessons(), num_hints=len(hints))
+        return make_strategy(options.sampler, self.valid, first, known, options.seed, guide=guide)
+
+    def _lessons(self) -> list[Lesson]:
+        """What was learned of other problems, in this run and before."""
+        # Copies: the run goes on while this one is prepared in another thread.
+        return [
+            Lesson(problem, config, us)
+            for problem, known in list(self._run.lessons.items())
+            for config, us in list(known.items())
+            if problem != self.problem
+        ]
+
+    @cached_property
+    def neighbour(self) -> GemmConfig | None:
+        """The winner of the nearest problem that is known, or the valid configuration next to it.
+
+        It always races: what served a neighbour is what an untuned call would be given.
+        """
+        timed = [
+            (apart, lesson.median_us, lesson.config)
+            for lesson in self._lessons()
+            if lesson.median_us is not None
+            and (apart := away(self.problem, lesson.problem)) is not None
+        ]
+        return nearest(min(timed)[2], self.valid) if timed else None
 
     @property
     def num_configs(self) -> int:
         """Configurations that were tried, in this run and before."""
         return len(self._times) + len(self._failed)
+
+    def expected_gain(self) -> float | None:
+        """What the strategy expects of the next trial, in parts of the best time."""
+        return self._strategy.expected_gain()
 
     @property
     def is_exhausted(self) -> bool:
@@ -183,6 +226,36 @@ class Session:
         self.pending.remove(chosen)
         return chosen
 
+    def add_twin(self, cubin: Cubin) -> bool:
+        """Whether the same code, launched alike, was timed before: then that is what it takes.
+
+        It costs no trial, and can not win: its elder does.
+        """
+        elder = self._codes.setdefault(self._launch_of(cubin), cubin.config)
+        if elder == cubin.config or elder not in self._times:
+            return False
+        self._strategy.tell(cubin.config, self.best_of(elder))
+        return True
+
+    def _launch_of(self, cubin: Cubin) -> Launch:
+        config, problem = cubin.config, self.problem
+        code = hashlib.sha256(cubin.data).digest()
+        clusters = (config.cluster_m, config.cluster_n, config.split_k)
+        grid = grid_size(problem, config, self._run.device)
+        return code, resources_of(config, problem), clusters, grid
+
+    def add_trial(self, cubin: Cubin, measured: Measured) -> str:
+        """A candidate of the search was timed; tells of times that moved, else nothing.
+
+        The default becomes the control that is timed beside those that follow.
+        """
+        self.add_time(cubin.config, measured)
+        if cubin.config == self.default:
+            self.control, self._watch = cubin, Control(measured.median_us)
+        elif self._watch and measured.control_us is not None:
+            return self._watch.add(measured.control_us)
+        return ""
+
     def add_time(self, config: GemmConfig, measured: Measured) -> None:
         """A candidate was timed."""
         is_new = config not in self._times
@@ -190,6 +263,7 @@ class Session:
         if is_new:
             self.num_new += 1
             self._strategy.tell(config, measured.median_us)
+        self._run.lessons.setdefault(self.problem, {})[config] = self.best_of(config)
 
     def add_failure(self, config: GemmConfig, status: str, reason: str) -> None:
         """A candidate failed; what it did before does not count any more."""
@@ -200,6 +274,8 @@ class Session:
         if is_new:
             self.num_new += 1
             self._strategy.tell(config, None)
+        if status != "compile_failed":
+            self._run.lessons.setdefault(self.problem, {})[config] = None
 
     # -- results -------------------------------------------------------------------------------
 
@@ -210,8 +286,13 @@ class Session:
 
     @property
     def winner(self) -> GemmConfig | None:
-        """The fastest configuration that passed."""
-        return min(self._times, key=self.best_of, default=None)
+        """The fastest configuration that passed, or who won the finals' tie that it is in."""
+        fastest = min(self._times, key=self._order, default=None)
+        tied = [standing.config for standing in self.standings if standing.tied]
+        return tied[0] if fastest in tied and tied[0] in self._times else fastest
+
+    def _order(self, config: GemmConfig) -> tuple[float, GemmConfig]:
+        return self.best_of(config), config
 
     @property
     def best_us(self) -> float | None:
@@ -219,11 +300,30 @@ class Session:
         return self.best_of(self.winner) if self.winner else None
 
     def finalists(self, number: int) -> list[GemmConfig]:
-        """The fastest `number`, and the default if it passed."""
-        leading = sorted(self._times, key=self.best_of)[:number]
-        if self.default in self._times and self.default not in leading:
-            leading.append(self.default)
-        return leading
+        """The fastest `number`, and of `preferred` those that passed."""
+        leading = sorted(self._times, key=self._order)[:number]
+        return list(dict.fromkeys([*leading, *(c for c in self.preferred if c in self._times)]))
+
+    @property
+    def preferred(self) -> list[GemmConfig]:
+        """Who keeps a tie: the winner of earlier runs, the default, the nearest known winner."""
+        known = (self._incumbent, self.default, self.neighbour)
+        return list(dict.fromkeys(config for config in known if config is not None))
+
+    def settle(self, standings: list[Standing]) -> None:
+        """Take note of what the finals said, the winner first."""
+        self.standings = standings
+
+    def final_of(self, config: GemmConfig) -> dict[str, Any]:
+        """What the database keeps of the finals beside the configuration's time."""
+        (own,) = [standing for standing in self.standings if standing.config == config]
+        return {
+            "ratio": own.ratio,
+            "low": own.low,
+            "high": own.high,
+            "chosen": str(self.standings[0].config),
+            "tied": [str(standing.config) for standing in self.standings if standing.tied],
+        }
 
     def close(self) -> None:
         """Give up what is still waiting to be built."""
@@ -266,6 +366,7 @@ class Session:
                 "error": max(m.error for m in times),
                 "default_us": default_us if math.isfinite(default_us) else None,
                 "predicted_us": self.predicted_us(self.winner),
+                "num_tied": sum(standing.tied for standing in self.standings),
             }
         elif not reason:
             reason = f"the run ended after {len(self._failed)} trials, none of which passed"

@@ -20,7 +20,7 @@ from kgen.device import H200
 from kgen.errors import GpuMissing, Interrupted
 from kgen.search.campaign import Campaign
 from kgen.search.child import load
-from kgen.search.compile_pool import CompilePool
+from kgen.search.compile_pool import Builder, CompilePool
 from kgen.search.events import (
     Notice,
     OnEvent,
@@ -155,15 +155,7 @@ class Opening:
     def make_run(self, db: TuningDatabase, run_id: int, machine: Machine) -> Run:
         """The run, with its compile pool."""
         options, hello = self.options, machine.hello
-        builder_options = {
-            "settings": self.settings,
-            "driver_cuda": hello.cuda if hello else None,
-            **options.builder_options,
-        }
-        builder = load(options.builder)(**builder_options)
-        timeout_s = self.settings.compile_timeout_s + COMPILE_GRACE_S
-        pool = CompilePool(options.builder, builder.replica(), self.settings.jobs, timeout_s)
-        self.stack.callback(pool.close)
+        builder, pool = self.make_pool(machine)
         return Run(
             options=options,
             db=db,
@@ -175,6 +167,20 @@ class Opening:
             on_event=self.on_event,
             stop=self.stop,
         )
+
+    def make_pool(self, machine: Machine) -> tuple[Builder, CompilePool]:
+        """A builder of cubins that the GPU's driver can load, and processes that run its like."""
+        options, hello = self.options, machine.hello
+        builder_options = {
+            "settings": self.settings,
+            "driver_cuda": hello.cuda if hello else None,
+            **options.builder_options,
+        }
+        builder: Builder = load(options.builder)(**builder_options)
+        timeout_s = self.settings.compile_timeout_s + COMPILE_GRACE_S
+        pool = CompilePool(options.builder, builder.replica(), self.settings.jobs, timeout_s)
+        self.stack.callback(pool.close)
+        return builder, pool
 
 
 def _choose_work(run: Run, machine: Machine, lines: Sequence[ShapeLine], start: float) -> Work:

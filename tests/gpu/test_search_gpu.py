@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,12 +16,14 @@ from kgen.cache.db import TuningDatabase
 from kgen.compiler import compile_source
 from kgen.device import Device
 from kgen.errors import DriverError, Untunable, WorkerTimeout, WrongResult
-from kgen.heuristic import default_config, rank
+from kgen.heuristic import default_config, predict_us, rank
+from kgen.measure import FAR_ROUNDS, POLICIES, floor_us
 from kgen.problem import GemmProblem
 from kgen.runtime import driver
 from kgen.search.builder import create
 from kgen.search.events import GPU_BACKEND, TuneOptions
 from kgen.search.gpu_worker import GpuWorker
+from kgen.search.recorder import Recorded, RecordOptions, record_tables
 from kgen.search.stop import StopFlag
 from kgen.search.tune import tune
 from kgen.settings import Settings
@@ -151,3 +154,74 @@ def test_the_heuristic_s_leaders_are_all_right_for_a_ragged_problem(
     cubins = [builder.build(ragged, config) for config in rank(ragged, device)[:3]]
     measured = worker.measure(ragged, cubins, "cold")
     assert all(one.error < 4e-3 for one in measured)
+
+
+def test_a_screen_tells_what_a_measurement_tells(
+    worker: GpuWorker, settings: Settings, device: Device, good: Cubin, raw: Callable[[str], Cubin]
+) -> None:
+    """Of many kernels at once; one that is wrong is named, the times of the others hold."""
+    problem = GemmProblem("dense", 256, 4096, 2048)
+    builder = create(settings, driver.driver_version())
+    ranked = rank(problem, device)
+    configs = list(dict.fromkeys([*ranked[:12], *ranked[:: len(ranked) // 12]]))
+    cubins = [builder.build(problem, config) for config in configs]
+    wrong = replace(raw("lie"), config=cubins[0].config)
+    found = worker.screen(problem, [*cubins, wrong], "screen", float("inf"))
+    assert [one.status for one in found] == ["ok"] * len(cubins) + ["wrong"]
+    rounds = POLICIES["screen"].rounds
+    times = [one.measured for one in found if one.measured]
+    assert {len(one.samples_us) for one in times} <= {rounds, FAR_ROUNDS}
+    measured = worker.measure(problem, cubins[:8], "cold")
+    for quick, careful in zip(times, measured, strict=False):
+        assert quick.median_us == pytest.approx(careful.median_us, rel=0.1)
+        assert quick.error == pytest.approx(careful.error, rel=0.05)
+
+
+def test_a_batch_that_faults_leaves_a_child_that_works(
+    worker: GpuWorker, good: Cubin, raw: Callable[[str], Cubin]
+) -> None:
+    with pytest.raises(DriverError):
+        worker.screen(PROBLEM, [good, raw("fault")], "screen", float("inf"))
+    (one,) = worker.screen(PROBLEM, [good], "screen", float("inf"))
+    assert one.status == "ok"
+
+
+def test_a_control_is_timed_beside(worker: GpuWorker, good: Cubin, settings: Settings) -> None:
+    other = create(settings, driver.driver_version()).build(
+        PROBLEM, replace(good.config, num_stages=good.config.num_stages - 1)
+    )
+    (alone,) = worker.measure(PROBLEM, [good], "cold")
+    (measured,) = worker.measure(PROBLEM, [other], "cold", float("inf"), good)
+    assert measured.control_us == pytest.approx(alone.median_us, rel=0.15)
+
+
+def test_policies_as_models_run_the_kernel(
+    worker: GpuWorker, settings: Settings, device: Device
+) -> None:
+    """Weights of 14.7 MB: hot they come from L2, rotating and in a graph from memory."""
+    problem = GemmProblem("dense", 1, 7168, 2048)
+    builder = create(settings, driver.driver_version())
+    cubin = builder.build(problem, default_config(problem, device))
+    us = {
+        policy: worker.measure(problem, [cubin], policy)[0].median_us
+        for policy in ("cold", "hot", "rotating", "graph")
+    }
+    assert us["hot"] < 0.9 * us["cold"]
+    assert us["hot"] < us["rotating"] < 1.5 * us["cold"]
+    # Launches of a graph overlap ends and starts; what they read can not come faster.
+    assert floor_us(problem, device) < us["graph"] < 1.5 * us["cold"]
+
+
+def test_a_table_is_recorded(settings: Settings, tmp_path: Path) -> None:
+    lines = [ShapeLine(problem) for problem in (PROBLEM, PROBLEM.with_m(256))]
+    recorded: list[Recorded] = []
+    options = RecordOptions(count=60, batch=20, fastest=6, sample=4)
+    record_tables(lines, replace(settings, cache_dir=tmp_path), options, recorded.append)
+    for one in recorded:
+        assert one.table is not None
+        assert [row.status for row in one.table.rows] == ["ok"] * 60
+        assert sum(row.verified for row in one.table.rows) == 10
+        times = one.table.times()[one.problem]
+        assert 1 < min(times.values()) < max(times.values()) < 10_000
+        model = [predict_us(one.problem, config, one.table.device) for config in times]
+        assert np.corrcoef(np.log(model), np.log(list(times.values())))[0, 1] > 0.5

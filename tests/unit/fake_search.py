@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from kgen.errors import (
 from kgen.foreign import ForeignSource
 from kgen.problem import GemmProblem
 from kgen.render import problem_class
-from kgen.search.gpu_worker import Hello, Measured
+from kgen.search.gpu_worker import Hello, Measured, Screened
 
 DEVICE = replace(H200, measured=True)
 GPU = "tests.unit.fake_search:FakeGpu"
@@ -107,8 +108,21 @@ class FakeGpu:
     def launch(self, key: str, text: str) -> None:
         self._note(f"launch {self.verified[key]} in {text}")
 
-    def time(self, keys: tuple[str, ...], policy: str) -> list[Measured]:
+    def hold(self, cubin: Cubin) -> float:
+        self._check_context()
+        self._note(f"hold {cubin.config}")
+        self.verified[cubin.key] = cubin.config
+        return 1.7e-3
+
+    def time(
+        self,
+        keys: tuple[str, ...],
+        policy: str,
+        best_us: float | None = None,
+        control: str = "",
+    ) -> list[Measured]:
         begin = time.monotonic()
+        control_us = self._us(self.verified[control]) if control else None
         time.sleep(self.trial_s * len(keys))
         configs = [self.verified[key] for key in keys]
         if len(keys) > 1 and self.flaky in map(str, configs):
@@ -117,16 +131,34 @@ class FakeGpu:
         if self.spans:
             with Path(self.spans).open("a") as file:
                 file.write(f"{begin} {time.monotonic()}\n")
-        return [self._time(config) for config in configs]
+        return [replace(self._time(config), control_us=control_us) for config in configs]
+
+    def screen(self, cubins: Sequence[Cubin], policy: str, best_us: float) -> list[Screened]:
+        self._check_context()
+        self._note(f"screen {len(cubins)} {best_us:.2f}")
+        found = []
+        for cubin in cubins:
+            how = self.behaviours.get(str(cubin.config), "")
+            if how in ("wrong", "refused"):
+                status = {"wrong": "wrong", "refused": "launch_failed"}[how]
+                found.append(Screened(status, f"it is {how}", check_s=0.001))
+                continue
+            self._misbehave(how)
+            measured = self._time(cubin.config)
+            found.append(Screened("ok", "", measured, check_s=0.001, time_s=0.002))
+        return found
 
     def _time(self, config: GemmConfig) -> Measured:
         self._note(f"time {config}")
         if self.behaviours.get(str(config)) == "too fast":
             raise ImplausibleTime("1 us is below the floor of 5 us")
-        assert self.problem is not None
-        us = 500.0 if str(config) in self.fast else time_us(self.problem, config)
+        us = self._us(config)
         clocks = {"sm_mhz": 1755, "mem_mhz": 3201}
         return Measured("cold", 1.7e-3, us, us - 1, us + 1, (us - 1, us, us + 1), clocks)
+
+    def _us(self, config: GemmConfig) -> float:
+        assert self.problem is not None
+        return 500.0 if str(config) in self.fast else time_us(self.problem, config)
 
     def _misbehave(self, how: str) -> None:
         match how:
@@ -229,7 +261,7 @@ class FakeBuilder:
     def _cubin(self, key: str, problem: GemmProblem, config: GemmConfig) -> Cubin:
         return Cubin(
             key=key,
-            data=b"\x7fELF",
+            data=b"\x7fELF" + key.encode(),
             entry="kgen_gemm",
             config=config,
             problem=problem,

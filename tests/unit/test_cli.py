@@ -44,7 +44,7 @@ LINE = "dense m=64 n=2112 k=7168"
 COMMANDS = (
     *("tune", "dispatch-table", "best", "show", "explain", "render"),
     *("run-trial", "race", "profile"),
-    *("bench", "plot", "shapes", "misses", "db", "doctor"),
+    *("bench", "plot", "shapes", "misses", "replay", "db", "doctor"),
 )
 #: Options whose help has no default to state: they choose what is done, or are needed.
 NO_DEFAULT = {"--shapes", "--source", "--ptx", "--sass", "--config", "--help"}
@@ -102,8 +102,17 @@ def test_defaults_in_help_are_the_real_ones() -> None:
     assert f"(default: {options.sampler})" in text
     assert f"(default: {DEFAULT_TRIALS}, or no limit" in text
     args = build_parser().parse_args(["tune", LINE])
-    assert (args.sampler, args.finalists, args.seed) == ("tpe", options.finalists, options.seed)
+    assert (args.sampler, args.finalists, args.seed) == ("model", options.finalists, options.seed)
     assert arguments.settings_of(args) == Settings.from_env()
+
+
+def test_samplers_named_are_the_real_ones() -> None:
+    from kgen.cli import replay, tune
+    from kgen.search.replay import SEARCHES
+    from kgen.search.strategies import SAMPLERS
+
+    assert tune.SAMPLERS == SAMPLERS
+    assert replay.SEARCHES == SEARCHES
 
 
 def test_main_help_names_exit_codes_and_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,8 +22,10 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
+import kgen.cache.lessons
 from kgen.cache import liveness, schema, sqlite
 from kgen.cache.db import TuningDatabase
+from kgen.cache.lessons import lessons
 from kgen.cache.records import ProblemOutcome, TrialRecord
 from kgen.config import GemmConfig
 from kgen.errors import DatabaseError
@@ -86,6 +88,70 @@ def test_best_is_the_fastest_median_of_a_cubin(db: TuningDatabase, make_trial: M
     assert best.id == 5
     assert best.p10_us == pytest.approx(9.8)
     assert best.p90_us == pytest.approx(10.92)
+
+
+def test_lessons_are_the_newest_results_of_a_device_and_policy(
+    db: TuningDatabase, make_trial: MakeTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = PROBLEM.with_m(1)
+    db.record(make_trial(9.0, config=WIDE))
+    db.record(make_trial(8.0, config=WIDE, cubin_key="of an older template"))
+    db.record(make_trial(status="faulted", config=FLAT))
+    db.record(make_trial(status="compile_failed", config=NARROW))
+    db.record(make_trial(7.0, config=NARROW, policy="hot"))
+    db.record(make_trial(7.0, config=NARROW, num_sms=114))
+    db.record(make_trial(5.0, config=NARROW, problem=other))
+    known = lessons(db, *HERE, "cold")
+    assert known == {PROBLEM: {WIDE: 8.0, FLAT: None}, other: {NARROW: 5.0}}
+    assert list(known) == [PROBLEM, other]
+    assert lessons(db, *HERE, "hot") == {PROBLEM: {NARROW: 7.0, FLAT: None}}
+    assert lessons(db, "NVIDIA H100", 132, "cold") == {}
+    monkeypatch.setattr(kgen.cache.lessons, "MOST_ROWS", 2)
+    assert lessons(db, *HERE, "cold") == {PROBLEM: {FLAT: None}, other: {NARROW: 5.0}}
+
+
+def final(chosen: GemmConfig, *tied: GemmConfig) -> dict[str, Any]:
+    return {"final": {"chosen": str(chosen), "tied": [str(c) for c in (chosen, *tied)]}}
+
+
+def test_the_winner_of_a_tie_is_best(db: TuningDatabase, make_trial: MakeTrial) -> None:
+    """NARROW is as good as WIDE and was chosen; a later one beyond the tie is better than both."""
+
+    def add(us: float, config: GemmConfig, more: dict[str, Any] | None = None) -> None:
+        trial = make_trial(us, config=config, cubin_key=str(config.block_n)[0] * 64)
+        db.record(replace(trial, provenance={**trial.provenance, **(more or {})}))
+
+    def best() -> GemmConfig:
+        found = db.best(PROBLEM, *HERE)
+        assert found is not None
+        return found.config
+
+    add(10.0, WIDE)
+    add(10.1, NARROW)
+    assert best() == WIDE
+    add(10.0, WIDE, final(NARROW, WIDE))
+    add(10.1, NARROW, final(NARROW, WIDE))
+    assert best() == NARROW
+    assert [row.config for row in db.winners()] == [NARROW]
+    assert [row.config for row in db.ranking(PROBLEM, *HERE)] == [NARROW, WIDE]
+    add(9.0, FLAT)
+    assert best() == FLAT
+
+
+@pytest.mark.parametrize(
+    "told",
+    [None, 3, [], {}, {"tied": 3}, {"chosen": 1, "tied": [None]}, final(FLAT, WIDE)["final"]],
+)
+def test_finals_that_say_nothing_of_use_change_nothing(
+    db: TuningDatabase, make_trial: MakeTrial, told: Any
+) -> None:
+    """Provenance may come from anywhere; who was chosen may be out since."""
+    for us, config in ((10.0, WIDE), (10.1, NARROW)):
+        trial = make_trial(us, config=config, cubin_key=str(config.block_n)[0] * 64)
+        db.record(replace(trial, provenance={**trial.provenance, "final": told}))
+    best = db.best(PROBLEM, *HERE)
+    assert best is not None
+    assert best.config == WIDE
 
 
 def test_best_of_nothing_is_none(db: TuningDatabase, make_trial: MakeTrial) -> None:

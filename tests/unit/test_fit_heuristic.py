@@ -20,8 +20,9 @@ from kgen.device import H200
 from kgen.heuristic import predict_us
 from kgen.model import FIT, Fit
 from kgen.problem import GemmProblem
+from kgen.search.tables import TimingTable, read, write
 from kgen.validity import why_invalid
-from tools.export_trials import ORIGIN, Export, collect, read, write
+from tools.export_trials import ORIGIN, collect
 from tools.fit_heuristic import (
     NUM_SEEDS,
     PRIORS,
@@ -40,7 +41,7 @@ LARGE = GemmProblem("dense", 512, 7168, 2048)
 
 
 @cache
-def recorded() -> Export:
+def recorded() -> TimingTable:
     return read(FILE)
 
 
@@ -176,7 +177,7 @@ def test_an_export_has_medians_failures_and_one_generation(tmp_path: Path) -> No
         row(C, 11.0, problem=LARGE),
     ]
     export = collect(rows, "abc123")
-    found = [(t.problem, t.config, t.status, t.num_rows, t.median_us) for t in export.trials]
+    found = [(t.problem, t.config, t.status, t.num_rows, t.median_us) for t in export.rows]
     assert found == [
         (SMALL, A, "ok", 2, 11.0),
         (SMALL, B, "wrong", 2, None),
@@ -200,6 +201,6 @@ def test_an_export_of_nothing_says_so() -> None:
 
 def test_what_is_recorded_can_still_be_built() -> None:
     """Replays need configurations that are valid today; a rule that forbids many makes it stale."""
-    trials = [t for t in recorded().trials if t.status == "ok"]
+    trials = [t for t in recorded().rows if t.status == "ok"]
     stale = [t for t in trials if why_invalid(t.problem, t.config, recorded().device)]
     assert len(stale) < 0.05 * len(trials)

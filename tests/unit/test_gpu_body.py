@@ -17,7 +17,7 @@ from kgen.measure import DEFAULT_POLICY, Timing
 from kgen.problem import BF16_FIELDS, GemmProblem
 from kgen.reference import gemm_reference
 from kgen.runtime import driver
-from kgen.search import gpu_backend, gpu_body
+from kgen.search import gpu_backend, gpu_body, gpu_cases
 from kgen.search.events import TuneOptions
 from kgen.search.gpu_body import GpuBody
 
@@ -64,8 +64,17 @@ class Timer:
     def __init__(self) -> None:
         self.results: list[dict[str, Timing] | Exception] = []
         self.asked: list[tuple[str, ...]] = []
+        self.told: list[tuple[float | None, str]] = []
 
-    def __call__(self, calls: dict[str, Any], policy: Any, device: Device) -> dict[str, Timing]:
+    def __call__(
+        self,
+        calls: dict[str, Any],
+        policy: Any,
+        device: Device,
+        best_us: float | None = None,
+        control: str = "",
+    ) -> dict[str, Timing]:
+        self.told.append((best_us, control))
         for verified, call in calls.values():
             assert verified.problem
             call()
@@ -91,7 +100,8 @@ def body(monkeypatch: pytest.MonkeyPatch, timer: Timer) -> GpuBody:
     for name in ("set_device", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(gpu_body, "Kernel", FakeKernel)
-    monkeypatch.setattr(gpu_body, "current_stream", lambda ordinal: 0)
+    for module in (gpu_body, gpu_cases):
+        monkeypatch.setattr(module, "current_stream", lambda ordinal: 0)
     growth = GrowthCase(GemmProblem("dense", 8, 16, 1024), torch.device("cpu"))
     monkeypatch.setattr(gpu_body, "shared_growths", lambda case: [growth])
     made = GpuBody(0, H200)
@@ -115,6 +125,92 @@ def test_a_right_kernel_is_verified_and_then_timed(body: GpuBody, timer: Timer) 
     assert (first.median_us, second.median_us) == (10.0, 11.0)
     assert first.policy == "cold"
     assert 0 < first.error < 4e-3
+
+
+def test_a_control_is_timed_beside_and_told_with_each(body: GpuBody, timer: Timer) -> None:
+    body.verify(cubin())
+    assert 0 < body.hold(cubin(key="control")) < 4e-3
+    timer.results = [{"k": timing(10.0), "control": timing(12.0)}]
+    (one,) = body.time(("k",), "cold", 9.0, "control")
+    assert (one.median_us, one.control_us) == (10.0, 12.0)
+    assert timer.asked[-1] == ("k", "control")
+    assert timer.told[-1] == (9.0, "control")
+    timer.results = [{"control": timing(12.5)}]
+    (one,) = body.time(("control",), "cold", None, "control")
+    assert (one.median_us, one.control_us) == (12.5, 12.5)
+
+
+def test_a_rotating_policy_goes_through_copies_of_the_inputs(
+    body: GpuBody, timer: Timer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Enough of them that L2 holds no part, each call the next, all with the same values."""
+    body.verify(cubin())
+    body.verify(cubin(key="other"))
+    seen: list[int] = []
+    original = FakeLaunch.run
+
+    def spy(self: FakeLaunch, stream: int) -> None:
+        seen.append(self.tensors[0].data_ptr())
+        original(self, stream)
+
+    monkeypatch.setattr(FakeLaunch, "run", spy)
+
+    def three_times(calls: Any, policy: Any, *_: Any) -> dict[str, Timing]:
+        for _, call in calls.values():
+            for _turn in range(3):
+                call()
+        return {name: timing(10.0) for name in calls}
+
+    monkeypatch.setattr(gpu_body, "measure_many", three_times)
+    monkeypatch.setattr(gpu_body, "MOST_COPIES", 2)
+    assert body._case is not None
+    body.time(("k", "other"), "rotating")
+    assert len(set(seen)) == 2
+    assert seen[0] == seen[2] != seen[1]
+    assert seen[:3] == seen[3:]
+    own = gpu_cases.operands_of(body._case)
+    for copies in body._copies:
+        for copy, tensor in zip(copies, own, strict=True):
+            assert copy.stride() == tensor.stride()
+            assert copy.data_ptr() != tensor.data_ptr()
+            assert torch.equal(copy.float(), tensor.float())
+    assert body._output is not None
+    assert body._output.abs().sum() > 0
+    body.open(PROBLEM.with_m(3))
+    assert not body._copies
+    body.verify(cubin())
+    seen.clear()
+    body.time(("k",), "cold")
+    assert len(set(seen)) == 1
+
+
+def test_a_screen_checks_times_and_lets_go(body: GpuBody, timer: Timer) -> None:
+    timer.results = [{"a": timing(10.0), "c": timing(11.0)}]
+    before = FakeKernel.unloaded
+    found = body.screen([cubin(key="a"), cubin(1000.0, "b"), cubin(key="c")], "screen", 9.0)
+    assert [one.status for one in found] == ["ok", "wrong", "ok"]
+    assert [one.measured and one.measured.median_us for one in found] == [10.0, None, 11.0]
+    assert 0 < found[0].measured.error < 4e-3  # type: ignore[union-attr]
+    assert "off by more than" in found[1].reason
+    assert all(one.check_s > 0 for one in found)
+    assert FakeKernel.unloaded == before + 3
+    assert timer.told[-1] == (9.0, "")
+    with pytest.raises(KeyError):
+        body.time(("a",), "cold")
+    assert body.screen([cubin(1000.0, "b")], "screen", 9.0)[0].status == "wrong"
+
+
+def test_a_screen_that_fails_lets_go_too(body: GpuBody, timer: Timer) -> None:
+    timer.results = [MeasureError("below the floor")]
+    before = FakeKernel.unloaded
+    with pytest.raises(MeasureError):
+        body.screen([cubin(key="a"), cubin(key="c")], "screen", 9.0)
+    assert FakeKernel.unloaded == before + 2
+    assert isinstance(body._case, Case)
+    body._case.a.view(torch.uint8)[0, 0] ^= 64
+    timer.results = [{"a": timing(10.0)}]
+    with pytest.raises(DriverError, match="wrote outside its output"):
+        body.screen([cubin(key="a")], "screen", 9.0)
 
 
 def test_a_wrong_kernel_can_not_be_timed(body: GpuBody) -> None:
@@ -240,7 +336,7 @@ def test_torch_s_error_on_a_lost_context_is_told_from_a_bug(
     api = Api()
     monkeypatch.setattr(driver, "api", lambda: api)
     monkeypatch.setattr(driver, "raise_for", raiser(DriverError("lost", 700, fatal=True)))
-    monkeypatch.setattr(gpu_body, "verify", raiser(RuntimeError("CUDA error: what happened?")))
+    monkeypatch.setattr(gpu_cases, "verify", raiser(RuntimeError("CUDA error: what happened?")))
     with pytest.raises(DriverError, match="lost"):
         body.verify(cubin())
     api.code = 0

@@ -38,7 +38,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "disasm",
         "cache.artifacts",
         "cache.liveness cache.sqlite cache.rows cache.schema cache.connect cache.handle cache.db "
-        "cache.transfer cache.bundle_rows cache.suggest cache.census",
+        "cache.transfer cache.bundle_rows cache.suggest cache.census "
+        "cache.lessons",
         "runtime.driver runtime.tma runtime.kernel runtime.grouped_kernel runtime.wgrad_kernel "
         "runtime.kernels",
         "runtime.operands runtime.cast_options runtime.ops runtime.cast_out runtime.moe_ops "
@@ -51,17 +52,23 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("build", "verify grouped_verify wgrad_verify", "runtime.lookup", "cache.bundles"),
     (
         "nvml measure",
-        "search.strategy",
+        "search.strategy search.optuna_strategy search.model_strategy search.strategies",
         "search.history search.importance",
         "explain",
+        "search.tables",
+        "search.ties",
+        "search.control",
         "search.events",
         "search.stop search.child search.gpu_lock",
     ),
     (
-        "search.plan search.gpu_worker search.compile_pool search.builder search.gpu_body "
-        "search.gpu_backend search.run search.session search.offline search.campaign search.tune "
+        "search.plan search.gpu_worker search.compile_pool search.builder search.gpu_cases "
+        "search.gpu_body "
+        "search.gpu_backend search.run search.session search.finals search.offline "
+        "search.campaign search.tune "
         "search.gpu_run search.recheck search.rerun search.race search.refresh "
-        "search.dispatch_table search.profile_target search.profile",
+        "search.dispatch_table search.profile_target search.profile search.recorder",
+        "search.replay",
         "runtime.counting runtime.dispatch runtime.plain runtime.cast_launch "
         "runtime.turn runtime.swiglu runtime.casts runtime.routing "
         "runtime.moe runtime.copies runtime.calls runtime.grouped runtime.bf16 runtime.dgrad "
@@ -73,7 +80,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cli.dispatch_table "
         "cli.best cli.show cli.render cli.explain cli.run_trial cli.race cli.profile cli.host_cost "
         "cli.cast_speed "
-        "cli.bench cli.plot cli.shapes cli.misses cli.db_bundles cli.db cli.doctor cli.main",
+        "cli.bench cli.plot cli.shapes cli.misses cli.replay cli.db_bundles cli.db cli.doctor "
+        "cli.main",
     ),
 )
 
@@ -92,6 +100,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "cache.bundle_rows": {"sqlalchemy"},
     "cache.suggest": {"sqlalchemy"},
     "cache.census": {"sqlalchemy"},
+    "cache.lessons": {"sqlalchemy"},
     "cache.bundles": {"sqlalchemy"},
     "cache.trust": {"cryptography"},
     "runtime.driver": {"cuda", "torch"},
@@ -117,9 +126,11 @@ THIRD_PARTY: dict[str, set[str]] = {
     "runtime.bf16_ops": {"torch"},
     "runtime.dgrad": {"torch"},
     "measure": {"torch"},
-    "search.strategy": {"optuna"},
     "search.importance": {"optuna"},
+    "search.optuna_strategy": {"optuna"},
+    "search.model_strategy": {"numpy"},
     "search.gpu_body": {"torch"},
+    "search.gpu_cases": {"torch"},
     "runtime.operands": {"torch"},
     "runtime.ops": {"torch"},
     "runtime.cast_options": {"torch"},
@@ -156,8 +167,8 @@ NEVER_REACHED: dict[str, set[str]] = {
     "runtime.kernel": {"optuna", "sqlalchemy", "jinja2", "kgen.cache", "kgen.build", "kgen.search"},
     "runtime.dispatch": {"optuna", "kgen.search", "kgen.verify", "kgen.measure", "kgen.bench"},
     "runtime.gemm": {"optuna", "kgen.search", "kgen.verify", "kgen.measure", "kgen.bench"},
-    "search.strategy": {"kgen.build", "kgen.verify", "kgen.measure", "kgen.cache", "torch"},
     "explain": {"torch", "cuda", "optuna", "kgen.search"},
+    "search.strategies": {"kgen.build", "kgen.verify", "kgen.measure", "kgen.cache", "torch"},
     "search.events": {"torch", "cuda", "optuna", "sqlalchemy"},
     "search.tune": {"torch"},
     "search.recheck": {"torch"},

@@ -14,7 +14,10 @@ from kgen import measure, nvml
 from kgen.device import H200
 from kgen.errors import ImplausibleTime, MeasureError, UsageError
 from kgen.measure import (
+    CONTROL_ROUNDS,
     DEFAULT_POLICY,
+    FAR_MULTIPLE,
+    FAR_ROUNDS,
     POLICIES,
     Call,
     Range,
@@ -93,6 +96,8 @@ def test_every_call_once_a_round_and_each_first_in_turn() -> None:
     steps = schedule({"x": int, "y": int, "z": int}, rounds=3)
     assert "".join(step.name for step in steps) == "xyzyzxzxy"
     assert len({step.label for step in steps}) == 9
+    steps = schedule({"x": int, "y": int, "z": int}, rounds=3, fewer={"y": 1})
+    assert "".join(step.name for step in steps) == "xyzzxxz"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +171,12 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(measure, "_TIMERS", {"profiler": timer, "events": timer})
     monkeypatch.setattr(measure, "_flush_for", flush_for)
-    monkeypatch.setattr(measure, "_warm_up", lambda calls, flush, ms: log.append("warm"))
+
+    def warm_up(calls: dict[str, Call], flush: Call, ms: float) -> dict[str, float]:
+        log.append("warm")
+        return {name: float(str(call())) + 2 for name, call in calls.items()}
+
+    monkeypatch.setattr(measure, "_warm_up", warm_up)
     monkeypatch.setattr(measure, "_reset_persisting_l2", lambda: log.append("reset"))
     return log
 
@@ -181,6 +191,46 @@ def test_measuring_alternates_flushes_and_keeps_samples_apart(faked: list[str]) 
     assert timings["slow"].clocks == {"sm_mhz": 1755}
     assert faked[:6] == ["warm", "reset", "flush", "fast", "flush", "slow"]
     assert faked.count("flush") == 2 * COLD.rounds
+
+
+def test_what_is_far_behind_is_timed_less(faked: list[str]) -> None:
+    """By the best that is known or among them; without one, and in finals, all alike."""
+    verified = Verified(PROBLEM, 2e-3, 2e-3)
+    times = {"fast": 8.0, "near": 15.0, "slow": 30.0}
+    calls = {name: (verified, lambda us=us: us) for name, us in times.items()}
+
+    def counts(**more: Any) -> list[int]:
+        return [len(t.samples_us) for t in measure_many(calls, COLD, H200, **more).values()]
+
+    assert counts() == [COLD.rounds] * 3
+    assert counts(best_us=float("inf")) == [COLD.rounds, COLD.rounds, FAR_ROUNDS]
+    assert counts(best_us=5.5) == [COLD.rounds, FAR_ROUNDS, FAR_ROUNDS]
+    assert (
+        counts(best_us=4.0)
+        == [COLD.rounds * (FAR_MULTIPLE * 4 > 10) or FAR_ROUNDS] + [FAR_ROUNDS] * 2
+    )
+    assert counts(control="near") == [COLD.rounds, CONTROL_ROUNDS, COLD.rounds]
+    assert counts(best_us=4.0, control="slow")[2] == CONTROL_ROUNDS
+
+
+def test_a_graph_s_time_is_shared_by_its_calls(
+    faked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = POLICIES["graph"]
+    captured: list[int] = []
+
+    def capture(call: Call, count: int) -> Call:
+        captured.append(count)
+        return lambda: count * float(str(call()))
+
+    monkeypatch.setattr(measure, "_captured", capture)
+    calls = {"call": (Verified(PROBLEM, 2e-3, 2e-3), lambda: 7.0)}
+    assert measure_many(calls, policy, H200)["call"].median_us == pytest.approx(7.0)
+    assert captured == [policy.graph_calls]
+    assert policy.graph_calls > 1
+    assert policy.rotates
+    assert not POLICIES["hot"].rotates
+    assert "flush" not in faked
 
 
 def test_floor_is_asked_of_cold_times_only(faked: list[str]) -> None:

@@ -64,6 +64,20 @@ def test_slices_without_gain_lower_the_hope() -> None:
     assert at_floor.gain == 0
 
 
+def test_what_the_strategy_expects_is_the_gain() -> None:
+    """Time goes where expected gain times weight, by the second, is the largest."""
+    clock = Clock()
+    plan = Plan(100.0, None, None, clock.now, clock)
+    small, large, heavy = progress(), progress(), progress(weight=10.0)
+    for each, gain in ((small, 0.001), (large, 0.02), (heavy, 0.004)):
+        each.end_slice(20.0, gain)
+        assert each.gain == gain
+    assert plan.order([small, large, heavy]) == [2, 1, 0]
+    done = progress()
+    done.end_slice(20.0, 0.0)
+    assert done.worth == 0
+
+
 def test_worth_is_by_the_second() -> None:
     cheap, dear = progress(), progress()
     cheap.add_attempt(on_gpu=True, seconds=0.1)
