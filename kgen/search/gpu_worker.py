@@ -7,10 +7,12 @@ in the child does.
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kgen.device import Device
@@ -41,7 +43,7 @@ OPEN_TIMEOUT_S: Final = 120.0
 START_ATTEMPTS: Final = 3
 START_PAUSE_S: Final = 2.0
 #: What each candidate of a screen may add to the limit of one trial.
-SCREEN_S: Final = 0.5
+SCREEN_S: Final = 0.25
 
 
 @dataclass(frozen=True)
@@ -126,10 +128,13 @@ class Backend(Protocol):
         `best_us` as in `measure_many`; `control` is the key of one that is timed beside them.
         """
 
-    def screen(self, cubins: Sequence[Cubin], policy: str, best_us: float) -> list[Screened]:
+    def screen(
+        self, cubins: Sequence[Cubin], policy: str, best_us: float, diary: str
+    ) -> list[Screened]:
         """Check each candidate by one launch, time those that passed together, let go of all.
 
-        For a timing table: what passes here is not verified. `best_us` as in `measure_many`.
+        For a timing table: what passes here is not verified. `best_us` as in `measure_many`. The
+        file `diary` holds the index of the one whose launch is checked, and nothing afterwards.
         """
 
 
@@ -160,6 +165,8 @@ class GpuWorker:
         self._problem: GemmProblem | None = None
         self._errors: dict[str, float] = {}
         self._policies: set[str] = set()
+        #: Who was being checked when the last screen failed; None: it was later, or is not known.
+        self.culprit: Cubin | None = None
 
     @property
     def pid(self) -> int:
@@ -192,8 +199,8 @@ class GpuWorker:
         if control is not None and not self._hold(problem, control, policy):
             control = None
         with self._ready(problem, policy):
-            verify_s = [self._verify(cubin) for cubin in cubins]
-            keys = tuple(cubin.key for cubin in cubins)
+            verify_s = {cubin.key: self._verify(cubin) for cubin in cubins}
+            keys = tuple(verify_s)  # configurations may share a cubin
             # A child that was replaced since does not hold it.
             beside = control.key if control and control.key in self._errors else ""
             start = time.monotonic()
@@ -201,10 +208,11 @@ class GpuWorker:
                 "time", keys, policy, best_us, beside, times=len(keys) + bool(beside)
             )
             time_s = (time.monotonic() - start) / max(1, len(keys))
-        return [
-            replace(one, verify_s=seconds, time_s=time_s)
-            for one, seconds in zip(timed, verify_s, strict=True)
-        ]
+        found = {
+            key: replace(one, verify_s=verify_s[key], time_s=time_s)
+            for key, one in zip(keys, timed, strict=True)
+        }
+        return [found[cubin.key] for cubin in cubins]
 
     def _hold(self, problem: GemmProblem, control: Cubin, policy: str) -> bool:
         """Whether the child holds the control; what goes wrong with it is no candidate's fault."""
@@ -229,17 +237,25 @@ class GpuWorker:
     ) -> list[Screened]:
         """Check every cubin by one launch and time all that pass; none is verified.
 
-        All share one trial's limit and half a second each. Raises as `measure` does: one that
-        breaks the child takes the others' results with it.
+        All share one trial's limit and some of a second each. Raises as `measure` does: one that
+        breaks the child takes the others' results with it, and `culprit` may say which it was.
         """
-        with self._ready(problem, policy):
-            for cubin in cubins:
+        self.culprit = None
+        unique = list({cubin.key: cubin for cubin in cubins}.values())
+        with self._ready(problem, policy), tempfile.NamedTemporaryFile(prefix="kgen-") as diary:
+            for cubin in unique:
                 self._errors.pop(cubin.key, None)  # it is let go of
-            limit_s = self._limit_s + SCREEN_S * len(cubins)
-            found: list[Screened] = self._child.call(
-                "screen", cubins, policy, best_us, timeout_s=limit_s
-            )
-        return found
+            limit_s = self._limit_s + SCREEN_S * len(unique)
+            try:
+                found: list[Screened] = self._child.call(
+                    "screen", unique, policy, best_us, diary.name, timeout_s=limit_s
+                )
+            except KgenError:
+                index = Path(diary.name).read_text()
+                self.culprit = unique[int(index)] if index else None
+                raise
+        by_key = {cubin.key: one for cubin, one in zip(unique, found, strict=True)}
+        return [by_key[cubin.key] for cubin in cubins]
 
     @contextmanager
     def _ready(self, problem: GemmProblem, policy: str) -> Iterator[None]:

@@ -45,6 +45,8 @@ FAILURE: Final = 0.3
 MAX_LESSONS: Final = 256
 #: And of one of them.
 PER_PROBLEM: Final = 48
+#: Results of the problem itself that are learned from, the first ones: each makes the next dearer.
+MAX_ROWS: Final = 512
 _NOT_KIND: Final = frozenset({"m", "n", "k", "groups", "batch_invariant", "num_sms"})
 #: Rows by which the factors grow: a run has a process for each of its problems in memory.
 _STEP: Final = 64
@@ -144,6 +146,8 @@ class ModelStrategy(Strategy):
         self._is_open[index] = False
         if config in self._row_of:
             self._errors[self._row_of[config]] = error
+            return
+        if len(self._errors) >= MAX_ROWS:
             return
         self._row_of[config] = len(self._errors)
         self._errors.append(error)

@@ -3,8 +3,9 @@
 Takes shapes lines, settings and options; gives one `TimingTable` a problem as it is finished. Every
 kernel is built once for all problems that share its source, compared with the reference by one
 launch, and timed in batches under the policy "screen"; the fastest and a sample are then verified
-and measured again as the tuner does it. Nothing of this enters the database. A batch that hangs or
-faults is halved until the culprit is alone. Must not import torch, CUDA or optuna.
+and measured again as the tuner does it. Nothing of this enters the database. Of a batch that hangs
+or faults the kernel that was being checked is out; where it is not known the batch is halved until
+the culprit is alone. Must not import torch, CUDA or optuna.
 """
 
 from __future__ import annotations
@@ -241,7 +242,7 @@ class _Recorder:
                 self._screen(work, gpu, cubins)
 
     def _screen(self, work: _Work, gpu: GpuWorker, cubins: list[Cubin]) -> None:
-        """Screen a batch; what breaks it is found by halving, and gets its row."""
+        """Screen a batch; what breaks it is found, by halving if need be, and gets its row."""
         if not cubins:
             return
         try:
@@ -250,8 +251,12 @@ class _Recorder:
             raise
         except KgenError as error:
             status = status_of(error)
-            if len(cubins) == 1:
-                work.fail(cubins[0].config, status, cubins[0].compile_s)
+            key = cubins[0].key if len(cubins) == 1 else gpu.culprit and gpu.culprit.key
+            for cubin in cubins:
+                if cubin.key == key:
+                    work.fail(cubin.config, status, cubin.compile_s)
+            if key:
+                self._screen(work, gpu, [cubin for cubin in cubins if cubin.key != key])
                 return
             half = len(cubins) // 2
             self._screen(work, gpu, cubins[:half])

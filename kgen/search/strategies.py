@@ -6,6 +6,7 @@ measure, cache or torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -79,6 +80,10 @@ def make_strategy(
         strategy = RandomStrategy(valid, seeds, seed)
     else:
         strategy = TpeStrategy(valid, seeds, seed)
-    for config, median_us in (known or {}).items():
+    for config, median_us in sorted((known or {}).items(), key=_fastest_first):
         strategy.tell(config, median_us)
     return strategy
+
+
+def _fastest_first(known: tuple[GemmConfig, float | None]) -> float:
+    return math.inf if known[1] is None else known[1]

@@ -133,12 +133,17 @@ class FakeGpu:
                 file.write(f"{begin} {time.monotonic()}\n")
         return [replace(self._time(config), control_us=control_us) for config in configs]
 
-    def screen(self, cubins: Sequence[Cubin], policy: str, best_us: float) -> list[Screened]:
+    def screen(
+        self, cubins: Sequence[Cubin], policy: str, best_us: float, diary: str
+    ) -> list[Screened]:
         self._check_context()
         self._note(f"screen {len(cubins)} {best_us:.2f}")
         found = []
-        for cubin in cubins:
+        for index, cubin in enumerate(cubins):
             how = self.behaviours.get(str(cubin.config), "")
+            late = how.startswith("late ")  # while it is timed, as far as anybody can tell
+            Path(diary).write_text("" if late else str(index))
+            how = how.removeprefix("late ")
             if how in ("wrong", "refused"):
                 status = {"wrong": "wrong", "refused": "launch_failed"}[how]
                 found.append(Screened(status, f"it is {how}", check_s=0.001))
@@ -146,6 +151,7 @@ class FakeGpu:
             self._misbehave(how)
             measured = self._time(cubin.config)
             found.append(Screened("ok", "", measured, check_s=0.001, time_s=0.002))
+        Path(diary).write_text("")
         return found
 
     def _time(self, config: GemmConfig) -> Measured:
@@ -207,12 +213,13 @@ class Starter:
 class FakeBuilder:
     """The compiler. `behaviours`: str(config) to fail, abort, hang or be unrenderable.
 
-    `journal` as above.
+    `journal` as above. All configurations in `shared` have the cubin of the first.
     """
 
     behaviours: dict[str, str] = field(default_factory=dict)
     journal: str = ""
     build_s: float = 0.0
+    shared: tuple[str, ...] = ()
     version: str = "1"
     settings: Any = None
     driver_cuda: tuple[int, int] | None = None
@@ -228,7 +235,8 @@ class FakeBuilder:
     def key(self, problem: GemmProblem, config: GemmConfig) -> str:
         if self.behaviours.get(str(config)) == "unrenderable":
             raise RenderError("the template refuses")
-        text = f"{self.version} {problem_class(problem, config)} {config}"
+        name = self.shared[0] if str(config) in self.shared else str(config)
+        text = f"{self.version} {problem_class(problem, config)} {name}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def build(self, problem: GemmProblem, config: GemmConfig) -> Cubin:

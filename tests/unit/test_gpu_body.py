@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,10 +185,15 @@ def test_a_rotating_policy_goes_through_copies_of_the_inputs(
     assert len(set(seen)) == 1
 
 
-def test_a_screen_checks_times_and_lets_go(body: GpuBody, timer: Timer) -> None:
+def test_a_screen_checks_times_and_lets_go(
+    body: GpuBody, timer: Timer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diary = tmp_path / "diary"
     timer.results = [{"a": timing(10.0), "c": timing(11.0)}]
     before = FakeKernel.unloaded
-    found = body.screen([cubin(key="a"), cubin(1000.0, "b"), cubin(key="c")], "screen", 9.0)
+    found = body.screen(
+        [cubin(key="a"), cubin(1000.0, "b"), cubin(key="c")], "screen", 9.0, str(diary)
+    )
     assert [one.status for one in found] == ["ok", "wrong", "ok"]
     assert [one.measured and one.measured.median_us for one in found] == [10.0, None, 11.0]
     assert 0 < found[0].measured.error < 4e-3  # type: ignore[union-attr]
@@ -197,20 +203,26 @@ def test_a_screen_checks_times_and_lets_go(body: GpuBody, timer: Timer) -> None:
     assert timer.told[-1] == (9.0, "")
     with pytest.raises(KeyError):
         body.time(("a",), "cold")
-    assert body.screen([cubin(1000.0, "b")], "screen", 9.0)[0].status == "wrong"
+    assert body.screen([cubin(1000.0, "b")], "screen", 9.0, str(diary))[0].status == "wrong"
+    assert diary.read_text() == ""
+    monkeypatch.setattr(gpu_cases, "check_random", raiser(DriverError("lost", 700, fatal=True)))
+    with pytest.raises(DriverError):
+        body.screen([cubin(1000.0, "b")], "screen", 9.0, str(diary))
+    assert diary.read_text() == "0"
 
 
-def test_a_screen_that_fails_lets_go_too(body: GpuBody, timer: Timer) -> None:
+def test_a_screen_that_fails_lets_go_too(body: GpuBody, timer: Timer, tmp_path: Path) -> None:
+    diary = str(tmp_path / "diary")
     timer.results = [MeasureError("below the floor")]
     before = FakeKernel.unloaded
     with pytest.raises(MeasureError):
-        body.screen([cubin(key="a"), cubin(key="c")], "screen", 9.0)
+        body.screen([cubin(key="a"), cubin(key="c")], "screen", 9.0, diary)
     assert FakeKernel.unloaded == before + 2
     assert isinstance(body._case, Case)
     body._case.a.view(torch.uint8)[0, 0] ^= 64
     timer.results = [{"a": timing(10.0)}]
     with pytest.raises(DriverError, match="wrote outside its output"):
-        body.screen([cubin(key="a")], "screen", 9.0)
+        body.screen([cubin(key="a")], "screen", 9.0, diary)
 
 
 def test_a_wrong_kernel_can_not_be_timed(body: GpuBody) -> None:

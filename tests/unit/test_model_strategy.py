@@ -164,6 +164,22 @@ def test_seeds_hints_and_what_is_known() -> None:
         make_strategy("model", VALID)
 
 
+def test_thousands_of_results_are_no_burden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest are learned from; none of all is asked for again."""
+    monkeypatch.setattr(model_strategy, "MAX_ROWS", 20)
+    known: dict[GemmConfig, float | None] = {
+        config: predict_us(PROBLEM, config, H200) for config in reversed(RANKED[:300])
+    }
+    known |= dict.fromkeys(RANKED[300:400])
+    strategy = make_strategy("model", VALID, RANKED[:8], known, guide=Guide(PROBLEM, H200))
+    assert isinstance(strategy, ModelStrategy)
+    assert set(strategy._row_of) == set(RANKED[:20])
+    asked = strategy.ask_many(30)
+    assert len(set(asked)) == 30
+    assert not set(asked) & set(known)
+    strategy.tell(asked[0], 5.0)
+
+
 def test_results_of_a_space_that_is_gone_are_passed_over() -> None:
     strategy = make_strategy("model", VALID, RANKED[:2], guide=Guide(PROBLEM, H200))
     strategy.tell(replace(GemmConfig(), num_stages=16, block_n=8), 3.0)

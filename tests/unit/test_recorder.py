@@ -142,6 +142,8 @@ def test_every_drawn_configuration_gets_a_row(desk: Desk) -> None:
         ("fault", "faulted"),
         ("segv", "faulted"),
         ("hang", "timeout"),
+        ("late fault", "faulted"),
+        ("late hang", "timeout"),
         ("refused", "launch_failed"),
         ("wrong", "wrong"),
         ("too fast", "wrong"),
@@ -156,7 +158,17 @@ def test_one_bad_kernel_costs_no_other_its_time(desk: Desk, behaviour: str, stat
     assert by_status == {"ok": COUNT - 1, status: 1}
     (row,) = [row for row in table.rows if row.status != "ok"]
     assert (row.config, row.median_us, row.verified) == (bad, None, False)
-    assert bool(desk.notices) == (behaviour in ("fault", "segv", "hang"))
+    breaks = behaviour.removeprefix("late ") in ("fault", "segv", "hang")
+    restarts = {True: 5, False: 1}[behaviour.startswith("late ")]  # 16 are halved four times
+    assert len(desk.notices) == breaks * restarts
+
+
+def test_configurations_that_share_a_cubin_share_its_time(desk: Desk) -> None:
+    (table,) = desk.record(SMALL, builder={"shared": (str(DRAWN[0]), str(DRAWN[1]))})
+    first, second = table.rows[:2]
+    assert (first.status, second.status) == ("ok", "ok")
+    assert first.median_us == second.median_us == pytest.approx(time_us(SMALL, DRAWN[0]))
+    assert Counter(row.status for row in table.rows) == {"ok": COUNT}
 
 
 def test_one_that_is_found_wrong_later_loses_its_time(desk: Desk) -> None:
