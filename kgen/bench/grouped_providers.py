@@ -202,7 +202,7 @@ def _with_room(inputs: Tensors, d: torch.Tensor) -> tuple[Tensors, torch.Tensor]
     rows = round_up(m, PEER_ROWS)
     wide = torch.zeros(groups, rows, k, dtype=a.dtype, device=a.device)
     wide[:, :m] = a
-    if sfa is not None:
+    if sfa.dim() == a.dim():  # BF16 operands have none
         scales = torch.ones(groups, sfa.shape[2], rows, device=a.device).transpose(1, 2)
         scales[:, :m] = sfa
         sfa = scales
