@@ -31,7 +31,8 @@ def lessons(
     """For each problem its configurations' newest times, microseconds, and None for failures.
 
     Of any kernel generation: a template that changed makes times wrong for a problem of its own; to
-    rank configurations of others they do. Times of other policies are left out.
+    rank configurations of others they do. Times of other policies and
+    of sources by hand are left out.
     """
     columns = [trials.c[name] for name in (*_PROBLEM, *_CONFIG, "median_us")]
     query = (
@@ -41,6 +42,7 @@ def lessons(
             trials.c.device_num_sms == num_sms,
             trials.c.status.in_(("ok", *FAILED_ON_GPU)),
             trials.c.policy.in_(("", policy)),
+            trials.c.source != "foreign",
         )
         .order_by(trials.c.id.desc())
         .limit(MOST_ROWS)

@@ -194,12 +194,23 @@ def _main_policy(rows: Sequence[TrialRow]) -> str | None:
 
 
 def _merge(rows: Sequence[TrialRow]) -> TrialRow:
-    """The newest row with the median of all their times, from the lowest p10 to the highest p90."""
+    """The newest row with the median of all their times, from the lowest p10 to the highest p90.
+
+    What its last finals decided stays, though it was timed alone since.
+    """
     times = sorted(row.median_us for row in rows if row.median_us is not None)
     newest = max(rows, key=lambda row: row.id)
     p10 = min(row.p10_us for row in rows if row.p10_us is not None)
     p90 = max(row.p90_us for row in rows if row.p90_us is not None)
-    return replace(newest, median_us=median(times), p10_us=p10, p90_us=p90, num_rows=len(rows))
+    finals = [row.provenance["final"] for row in rows if "final" in row.provenance]
+    return replace(
+        newest,
+        median_us=median(times),
+        p10_us=p10,
+        p90_us=p90,
+        num_rows=len(rows),
+        provenance={**newest.provenance, **({"final": finals[-1]} if finals else {})},
+    )
 
 
 def by_problem_and_device(

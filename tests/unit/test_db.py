@@ -106,6 +106,8 @@ def test_lessons_are_the_newest_results_of_a_device_and_policy(
     assert list(known) == [PROBLEM, other]
     assert lessons(db, *HERE, "hot") == {PROBLEM: {NARROW: 7.0, FLAT: None}}
     assert lessons(db, "NVIDIA H100", 132, "cold") == {}
+    db.record(make_trial(1.0, config=WIDE, cubin_key="f" * 64, source="foreign"))
+    assert lessons(db, *HERE, "cold") == known, "a source by hand teaches nothing"
     monkeypatch.setattr(kgen.cache.lessons, "MOST_ROWS", 2)
     assert lessons(db, *HERE, "cold") == {PROBLEM: {FLAT: None}, other: {NARROW: 5.0}}
 
@@ -134,6 +136,8 @@ def test_the_winner_of_a_tie_is_best(db: TuningDatabase, make_trial: MakeTrial) 
     assert best() == NARROW
     assert [row.config for row in db.winners()] == [NARROW]
     assert [row.config for row in db.ranking(PROBLEM, *HERE)] == [NARROW, WIDE]
+    add(10.0, WIDE)  # timed alone since, as by kgen run-trial: what the finals decided stays
+    assert best() == NARROW
     add(9.0, FLAT)
     assert best() == FLAT
 
