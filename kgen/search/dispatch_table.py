@@ -9,21 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kgen.cache.db import TuningDatabase
 from kgen.cache.records import DispatchEntry, DispatchTable, TrialRow
 from kgen.config import GemmConfig
 from kgen.cover import cover
 from kgen.device import Device
-from kgen.errors import KgenError, RenderError, UsageError
+from kgen.errors import RenderError, UsageError
 from kgen.problem import GemmProblem
 from kgen.search.gpu_run import GpuRun
-from kgen.search.run import status_of
 from kgen.validity import why_invalid
-
-if TYPE_CHECKING:
-    from kgen.build import Cubin
 
 KeyOf = Callable[[GemmConfig], str]
 #: Stage of trials at an M between two tuned ones: a later call does not take it for a tuned one.
@@ -149,29 +145,11 @@ def measure_across(
         if set(candidates) <= set(times.get(m, ())):
             continue
         stage = gpu if m in points else replace(gpu, name=BETWEEN)
-        failures = _time_at(stage, problem.with_m(m), candidates)
+        failed = stage.build_and_check(problem.with_m(m), candidates, run.options.policy)
+        failures = [f"{config}: {why}" for config, why in failed]
         total += len(candidates) - len(failures)
         on_point(m, len(candidates), failures)
     return total
-
-
-def _time_at(gpu: GpuRun, problem: GemmProblem, configs: Sequence[GemmConfig]) -> list[str]:
-    """Build and time kernels of one M; gives what failed."""
-    run = gpu.run
-    cubins: list[Cubin] = []
-    failures = []
-    futures = [run.pool.submit(problem, config) for config in configs]
-    for config, future in zip(configs, futures, strict=True):
-        run.wait_any([future], float("inf"))
-        try:
-            cubins.append(future.result())
-        except KgenError as error:
-            status, reason = status_of(error), str(error)
-            run.record_failure(problem, config, status, reason)
-            failures.append(f"{config}: {status}: {reason}")
-    for cubin, why in gpu.check_all(problem, cubins, run.options.policy):
-        failures.append(f"{cubin.config}: {status_of(why)}: {why}")
-    return failures
 
 
 def derive_table(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kgen.cache.db import TuningDatabase
+from kgen.config import GemmConfig
 from kgen.device import Device
 from kgen.errors import GpuMissing, KgenError
 from kgen.heuristic import predict_us
@@ -87,6 +88,29 @@ class GpuRun:
             except KgenError as error:
                 status_of(error)
                 failed.append((cubin, error))
+        return failed
+
+    def build_and_check(
+        self, problem: GemmProblem, configs: Sequence[GemmConfig], policy: str
+    ) -> list[tuple[GemmConfig, str]]:
+        """Build configurations side by side and `check_all`; each that failed, and "status: why".
+
+        A build that fails is recorded. Raises what is no candidate's fault.
+        """
+        run = self.run
+        cubins: list[Cubin] = []
+        failed: list[tuple[GemmConfig, str]] = []
+        futures = [run.pool.submit(problem, config) for config in configs]
+        for config, future in zip(configs, futures, strict=True):
+            run.wait_any([future], float("inf"))
+            try:
+                cubins.append(future.result())
+            except KgenError as error:
+                status, reason = status_of(error), str(error)
+                run.record_failure(problem, config, status, reason)
+                failed.append((config, f"{status}: {reason}"))
+        for cubin, why in self.check_all(problem, cubins, policy):
+            failed.append((cubin.config, f"{status_of(why)}: {why}"))
         return failed
 
     def record_failure(

@@ -10,24 +10,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kgen.cache import rows
 from kgen.cache.records import TrialRow
 from kgen.config import GemmConfig
 from kgen.device import Device
-from kgen.errors import GpuMissing, Interrupted, KgenError, Untunable
+from kgen.errors import GpuMissing, Interrupted, Untunable
 from kgen.heuristic import default_config
 from kgen.intervals import Interval, median_interval
 from kgen.problem import GemmProblem
 from kgen.search.events import OnEvent, TuneOptions
 from kgen.search.gpu_run import GpuRun, gpu_run
-from kgen.search.run import status_of
 from kgen.settings import Settings
 from kgen.validity import why_invalid
-
-if TYPE_CHECKING:
-    from kgen.build import Cubin
 
 #: Entries of a trial's provenance in which a change calls for a new time.
 CIRCUMSTANCES: Final = ("compiler", "template_hash", "driver", "cuda")
@@ -209,22 +205,12 @@ def _stood(row: TrialRow, samples: list[float]) -> Stood:
 def _time_again(
     gpu: GpuRun, problem: GemmProblem, configs: list[GemmConfig], failures: dict[str, str]
 ) -> None:
-    """Build them side by side, time them together, and record what comes of each."""
-    run = gpu.run
-    cubins: list[Cubin] = []
-    futures = {}
+    """Build those still valid side by side, time them together, and record what comes of each."""
+    valid = []
     for config in configs:
         if invalid := why_invalid(problem, config, gpu.device):
             failures[str(config)] = f"not valid any more: {invalid.reason}"
         else:
-            futures[config] = run.pool.submit(problem, config)
-    for config, future in futures.items():
-        run.wait_any([future], float("inf"))
-        try:
-            cubins.append(future.result())
-        except KgenError as error:
-            status, reason = status_of(error), str(error)
-            run.record_failure(problem, config, status, reason)
-            failures[str(config)] = f"{status}: {reason}"
-    for cubin, why in gpu.check_all(problem, cubins, run.options.policy):
-        failures[str(cubin.config)] = f"{status_of(why)}: {why}"
+            valid.append(config)
+    for config, why in gpu.build_and_check(problem, valid, gpu.run.options.policy):
+        failures[str(config)] = why
