@@ -179,7 +179,7 @@ def _kernels(
     kernels: list[Kernel] = []
     for row in ranked:
         assert row.median_us is not None, "a ranked row has a time"
-        own = sorted(samples[row.cubin_key, row.config])
+        own = samples[row.cubin_key, row.config]
         interval = median_interval(own)
         best = kernels[0].interval if kernels else interval
         kernels.append(

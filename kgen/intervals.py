@@ -7,7 +7,7 @@ that the binomial distribution gives exactly (David, Nagaraja, "Order Statistics
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import comb
 from typing import Final, NamedTuple
 
@@ -27,11 +27,12 @@ class Interval(NamedTuple):
         return self.low <= other.high and other.low <= self.high
 
 
-def median_interval(ordered: Sequence[float], coverage: float = COVERAGE) -> Interval | None:
+def median_interval(values: Iterable[float], coverage: float = COVERAGE) -> Interval | None:
     """The narrowest pair of order statistics around the median that covers it often enough.
 
-    `ordered` ascends. None where even the outermost pair does not: below 6 values for 95 %.
+    None where even the outermost pair does not: below 6 values for 95 %.
     """
+    ordered = sorted(values)
     count = len(ordered)
     outside = 0.0  # probability that fewer than k values lie below the median
     found = None
@@ -50,4 +51,4 @@ def ratio_interval(over: Sequence[float], under: Sequence[float]) -> Interval | 
     """
     if len(over) != len(under):
         return None
-    return median_interval(sorted(a / b for a, b in zip(over, under, strict=True)))
+    return median_interval(a / b for a, b in zip(over, under, strict=True))

@@ -90,7 +90,7 @@ def _rows(results: dict[str, Any]) -> str:
     lines = [headings, ["--:"] * len(headings)]
     for row in results["rows"]:
         problem = GemmProblem(**row["problem"])
-        cells = [problem.kind, str(problem.groups)] * kinds + _own_cells(row)
+        cells = [problem.kind, str(problem.groups)] * kinds + _own_cells(row, problem)
         cells += _floor_cells(row) if floor else []
         cells += _best_cells(row, several) if several else []
         # Beside the best peer's ratio the others' would make the table too wide.
@@ -102,8 +102,8 @@ def _rows(results: dict[str, Any]) -> str:
     return text
 
 
-def _own_cells(row: Row) -> list[str]:
-    problem, own = GemmProblem(**row["problem"]), row["providers"].get(KGEN, {})
+def _own_cells(row: Row, problem: GemmProblem) -> list[str]:
+    own = row["providers"].get(KGEN, {})
     cells = [str(size) for size in (problem.m, problem.n, problem.k)]
     if "median_us" not in own:
         return cells + ["–"] * 4

@@ -199,7 +199,7 @@ def _same(a: TrialRow, b: TrialRow) -> bool:
 
 def _stood(row: TrialRow, samples: list[float]) -> Stood:
     assert row.median_us is not None, "a ranked row has a time"
-    return Stood(row.config, row.median_us, median_interval(sorted(samples)))
+    return Stood(row.config, row.median_us, median_interval(samples))
 
 
 def _time_again(

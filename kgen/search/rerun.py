@@ -34,12 +34,12 @@ class Rerun:
     @property
     def then(self) -> Interval | None:
         """Bounds of the stored median; None without a time, or of too few samples."""
-        return median_interval(sorted(self.checked.row.samples_us))
+        return median_interval(self.checked.row.samples_us)
 
     @property
     def now(self) -> Interval | None:
         """Bounds of the new one."""
-        return median_interval(sorted(self.checked.now.samples_us)) if self.checked.now else None
+        return median_interval(self.checked.now.samples_us) if self.checked.now else None
 
     @property
     def agrees(self) -> bool | None:

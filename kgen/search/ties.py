@@ -53,7 +53,7 @@ def decide(
 
 
 def _beside(config: GemmConfig, own: Sequence[float], fastest: Sequence[float]) -> Standing:
-    ratios = sorted(a / b for a, b in zip(own, fastest, strict=True))
+    ratios = [a / b for a, b in zip(own, fastest, strict=True)]
     ratio = median(ratios)
     found = median_interval(ratios)
     low, high = (found.low, found.high) if found else (ratio, ratio)
