@@ -16,10 +16,10 @@ from typing import Any, Final
 
 from kgen.cache import rows
 from kgen.cache.db import TuningDatabase
+from kgen.cache.keys import or_nothing
 from kgen.cache.records import ProblemOutcome, TrialRow
 from kgen.config import GemmConfig
 from kgen.device import Device
-from kgen.errors import RenderError
 from kgen.heuristic import default_config, predict_us
 from kgen.intervals import Interval, median_interval
 from kgen.problem import GemmProblem
@@ -119,14 +119,15 @@ def explain(
     found, winners, outcome = _stored(problem, device, database)
     ranked = rows.ranking(found)
     samples = _samples(found, ranked)
-    kernels = _kernels(problem, device, ranked, samples, _quiet(key_of))
+    key = or_nothing(key_of) if key_of else None
+    kernels = _kernels(problem, device, ranked, samples, key)
     default = default_config(problem, device)
     of_default = (kernel.median_us for kernel in kernels if kernel.config == default)
     statuses = Counter("foreign" if row.is_foreign else row.status for row in found)
     return Explanation(
         problem=problem,
         device=device,
-        choice=choose(problem, device, winners, _quiet(key_of)),
+        choice=choose(problem, device, winners, key),
         num_points=num_points(sass_passes),
         num_valid=len(valid_configs(problem, device, sass_passes)),
         invalid_by_rule=dict(count_invalid(problem, device, sass_passes).most_common()),
@@ -196,20 +197,6 @@ def _kernels(
             )
         )
     return tuple(kernels)
-
-
-def _quiet(key_of: Callable[[GemmConfig], str] | None) -> Callable[[GemmConfig], str] | None:
-    """The same, giving nothing for what the templates refuse now: that has no cubin."""
-    if key_of is None:
-        return None
-
-    def key(config: GemmConfig) -> str:
-        try:
-            return key_of(config)
-        except RenderError:
-            return ""
-
-    return key
 
 
 def compare(problem: GemmProblem, own: GemmConfig, other: GemmConfig) -> Comparison:

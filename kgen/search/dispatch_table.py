@@ -12,13 +12,14 @@ from itertools import pairwise
 from typing import Final
 
 from kgen.cache.db import TuningDatabase
-from kgen.cache.records import DispatchEntry, DispatchTable, TrialRow
+from kgen.cache.records import DispatchEntry, DispatchTable
 from kgen.config import GemmConfig
 from kgen.cover import cover
 from kgen.device import Device
-from kgen.errors import RenderError, UsageError
+from kgen.errors import UsageError
 from kgen.problem import GemmProblem
 from kgen.search.gpu_run import GpuRun
+from kgen.search.run import is_current
 from kgen.validity import why_invalid
 
 KeyOf = Callable[[GemmConfig], str]
@@ -82,7 +83,8 @@ def current_times(
         found = {
             row.config: row.median_us
             for row in ranked
-            if row.median_us is not None and _is_current(row, device, key_of)
+            if row.median_us is not None
+            and is_current(row, device, lambda _, config: key_of(config))
         }
         if not found:
             stale.append(m)
@@ -91,15 +93,6 @@ def current_times(
         if any(row.provenance.get("stage") != BETWEEN for row in ranked):
             tuned.append(m)
     return Known(times, tuple(tuned), tuple(stale))
-
-
-def _is_current(row: TrialRow, device: Device, key_of: KeyOf) -> bool:
-    if why_invalid(row.problem, row.config, device):
-        return False
-    try:
-        return key_of(row.config) == row.cubin_key
-    except RenderError:
-        return False
 
 
 def points_between(points: Sequence[int], number: int) -> list[int]:

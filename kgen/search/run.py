@@ -7,12 +7,13 @@ or optuna.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from kgen.cache.db import TuningDatabase
+from kgen.cache.keys import or_nothing
 from kgen.cache.lessons import lessons
 from kgen.cache.records import ProblemOutcome, TrialRecord, TrialRow, provenance
 from kgen.config import GemmConfig
@@ -70,6 +71,18 @@ def why_no_valid(invalid_by_rule: Mapping[str, int]) -> str:
     return f"no valid configuration; ruled out by: {rules}"
 
 
+def is_current(
+    row: TrialRow, device: Device, key_of: Callable[[GemmProblem, GemmConfig], str]
+) -> bool:
+    """Whether a trial of `device` is about the cubin that its configuration gives today.
+
+    `key_of` gives that cubin's key, or raises RenderError.
+    """
+    if why_invalid(row.problem, row.config, device):
+        return False
+    return row.cubin_key == or_nothing(key_of)(row.problem, row.config)
+
+
 @dataclass
 class Run:
     """One run: where it records, what it runs on, who works for it, when it must end."""
@@ -102,16 +115,7 @@ class Run:
 
     def is_current(self, row: TrialRow) -> bool:
         """Whether a trial of this device is about the cubin that its configuration gives today."""
-        if why_invalid(row.problem, row.config, self.device):
-            return False
-        return row.cubin_key == self._key_or_nothing(row.problem, row.config)
-
-    def _key_or_nothing(self, problem: GemmProblem, config: GemmConfig) -> str:
-        """The key, or nothing for what the templates refuse: that has no cubin."""
-        try:
-            return self.key(problem, config)
-        except RenderError:
-            return ""
+        return is_current(row, self.device, self.key)
 
     def check_stop(self) -> None:
         """Raise Interrupted when the run was told to end."""
@@ -192,7 +196,7 @@ class Run:
         self._record(
             problem,
             config,
-            self._key_or_nothing(problem, config) if cubin_key is None else cubin_key,
+            or_nothing(self.key)(problem, config) if cubin_key is None else cubin_key,
             status=status,
             source=source,
             reason=reason[:_MAX_REASON],
