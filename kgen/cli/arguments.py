@@ -107,6 +107,13 @@ def add_json(parser: argparse.ArgumentParser, default: str = "a table") -> None:
     parser.add_argument("--json", action="store_true", help=f"print JSON (default: {default})")
 
 
+def add_surroundings(parser: argparse.ArgumentParser, json: str = "a table") -> None:
+    """--compiler, --cache and --db, --json: what nearly every command works with."""
+    add_compiler(parser)
+    add_cache(parser)
+    add_json(parser, default=json)
+
+
 def add_problem(parser: argparse.ArgumentParser, usage: str) -> None:
     """The one PROBLEM of a command; `usage` is what may follow it, in the order to be written."""
     parser.usage = f"%(prog)s [-h] PROBLEM {usage}"

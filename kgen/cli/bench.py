@@ -14,12 +14,10 @@ from kgen.bench.summary import KGEN, OVER_BEST, Best, Worst, best_peer, means, p
 from kgen.cli.arguments import (
     OK,
     Commands,
-    add_cache,
     add_command,
-    add_compiler,
-    add_json,
     add_policy,
     add_problems,
+    add_surroundings,
     required_lines,
 )
 from kgen.cli.cast_speed import run_casts
@@ -87,9 +85,7 @@ def add_parser(commands: Commands) -> None:
         "larger, beside a copy of as many bytes (default: time kernels)",
     )
     add_policy(parser)
-    add_compiler(parser)
-    add_cache(parser)
-    add_json(parser)
+    add_surroundings(parser)
     parser.set_defaults(run=run)
 
 

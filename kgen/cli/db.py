@@ -17,9 +17,9 @@ from kgen.cli.arguments import (
     Commands,
     add_cache,
     add_command,
-    add_compiler,
     add_json,
     add_problems,
+    add_surroundings,
     database_at,
     lines_of,
     positive,
@@ -271,9 +271,7 @@ def _add_verify(parts: Commands) -> None:
     )
     parser = add_command(parts, "verify", "check stored winners again on this GPU", more)
     add_problems(parser, default="every problem in the database")
-    add_compiler(parser)
-    add_cache(parser)
-    add_json(parser)
+    add_surroundings(parser)
     parser.set_defaults(run=run_verify)
 
 

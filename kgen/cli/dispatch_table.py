@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 from kgen.cli.arguments import (
     OK,
     Commands,
-    add_cache,
     add_command,
-    add_compiler,
-    add_json,
     add_policy,
     add_problems,
+    add_surroundings,
     device_at_hand,
     positive,
     required_lines,
@@ -78,9 +76,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="store no table (default: store it)")
     add_policy(parser)
-    add_compiler(parser)
-    add_cache(parser)
-    add_json(parser)
+    add_surroundings(parser)
     parser.set_defaults(run=run)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 import kgen
-from kgen.cli.arguments import OK, Commands, add_cache, add_command, add_compiler, add_json
+from kgen.cli.arguments import OK, Commands, add_command, add_surroundings
 from kgen.cli.output import data, data_json, note, table
 from kgen.errors import KgenError
 from kgen.settings import Settings
@@ -45,9 +45,7 @@ class Finding:
 def add_parser(commands: Commands) -> None:
     """Add `kgen doctor`."""
     parser = add_command(commands, "doctor", "tell what is found here and what is missing", MORE)
-    add_compiler(parser)
-    add_cache(parser)
-    add_json(parser)
+    add_surroundings(parser)
     parser.set_defaults(run=run)
 
 

@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 from kgen.cli.arguments import (
     OK,
     Commands,
-    add_cache,
     add_command,
-    add_compiler,
-    add_json,
     add_problem,
+    add_surroundings,
     database_at,
     device_at_hand,
     one_problem,
@@ -65,9 +63,7 @@ def add_parser(commands: Commands) -> None:
         choices=("default", "runner-up"),
         help="print the source's difference from this kernel's instead (default: count its lines)",
     )
-    add_compiler(parser)
-    add_cache(parser)
-    add_json(parser, default="text")
+    add_surroundings(parser, json="text")
     parser.set_defaults(run=run)
 
 

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 from kgen.cli.arguments import (
     OK,
     Commands,
-    add_cache,
     add_command,
-    add_compiler,
-    add_json,
     add_problem,
     add_set,
+    add_surroundings,
     device_at_hand,
     one_problem,
 )
@@ -61,9 +59,7 @@ def add_parser(commands: Commands) -> None:
         metavar="NAME",
         help="also keep the report, as NAME.ncu-rep (default: do not)",
     )
-    add_compiler(parser)
-    add_cache(parser)
-    add_json(parser)
+    add_surroundings(parser)
     parser.set_defaults(run=run)
 
 

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 from kgen.cli.arguments import (
     OK,
     Commands,
-    add_cache,
     add_command,
-    add_compiler,
-    add_json,
     add_policy,
     add_problem,
     add_set,
+    add_surroundings,
     device_at_hand,
     one_problem,
     positive,
@@ -63,9 +61,7 @@ def add_parser(commands: Commands) -> None:
         help="interleaved measurements of everybody (default: %(default)s)",
     )
     add_policy(parser)
-    add_compiler(parser)
-    add_cache(parser)
-    add_json(parser)
+    add_surroundings(parser)
     parser.set_defaults(run=run)
 
 

@@ -13,10 +13,8 @@ from kgen.cli.arguments import (
     OK,
     POLICIES,
     Commands,
-    add_cache,
     add_command,
-    add_compiler,
-    add_json,
+    add_surroundings,
     positive,
 )
 from kgen.cli.output import data_json, microseconds, note, spread, table
@@ -43,9 +41,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--policy", metavar="NAME", choices=POLICIES, help="how to time (default: as it was timed)"
     )
-    add_compiler(parser)
-    add_cache(parser)
-    add_json(parser)
+    add_surroundings(parser)
     parser.set_defaults(run=run)
 
 

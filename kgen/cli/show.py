@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 from kgen.cli.arguments import (
     OK,
     Commands,
-    add_cache,
     add_command,
-    add_compiler,
-    add_json,
     add_problem,
+    add_surroundings,
     database_at,
     device_at_hand,
     one_problem,
@@ -69,9 +67,7 @@ def add_parser(commands: Commands) -> None:
             f"--{name}", dest="what", action="store_const", const=name, help=f"print {text}"
         )
     parser.set_defaults(what="summary")
-    add_compiler(parser)
-    add_cache(parser)
-    add_json(parser, default="text")
+    add_surroundings(parser, json="text")
     parser.set_defaults(run=run)
 
 

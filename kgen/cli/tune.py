@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING
 from kgen import __version__
 from kgen.cli.arguments import (
     Commands,
-    add_cache,
     add_command,
-    add_compiler,
-    add_json,
     add_policy,
     add_problems,
+    add_surroundings,
     positive,
     required_lines,
     seconds,
@@ -74,9 +72,7 @@ def add_parser(commands: Commands) -> None:
         help="append one JSON line a trial to this file, as it ends (default: no log)",
     )
     add_policy(parser)
-    add_compiler(parser)
-    add_cache(parser)
-    add_json(parser)
+    add_surroundings(parser)
     parser.set_defaults(run=run)
 
 
